@@ -1,10 +1,20 @@
 """The config: every key a run can have, its type, its default, and what changing it means for a resumed run.
 
-Read by all modules, imports none of them. Defaults live here and nowhere else.
+Read by all modules, imports none of them but the loader of dataclass trees. Defaults live here and nowhere else.
 """
 
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from diffjax.config_loading import dump_yaml, flatten, leaf_fields, load, to_dict
+from diffjax.errors import UserError
+
+__all__ = ["Config", "config_hash", "dump_yaml", "load_config", "resume_diff", "to_dict", "validate"]
 
 
 def free(default):
@@ -86,6 +96,7 @@ class TokenizerConfig:
     kind: Literal["sentencepiece"] = refuse("sentencepiece")
     path: str | None = refuse(None)
     vocab_size: int = refuse(2048)
+    sample_bytes: int = refuse(10_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +105,8 @@ class DataConfig:
     path: str | None = refuse(None)
     corpus: str | None = refuse(None)
     text_field: str = refuse("text")
-    held_out: float = refuse(0.02)
+    documents: Literal["file", "blank_line"] = refuse("file")
+    held_out: float = refuse(0.08)
     sequence_length: int = refuse(256)
     packing: Literal["document", "concat"] = refuse("document")
     tail: Literal["mask_fill", "truncate", "eos_fill"] = refuse("mask_fill")
@@ -151,26 +163,29 @@ class MeshConfig:
     tensor: int = free(1)
     context: int = free(1)
     topology: str | None = free(None)
+    max_replicated_bytes: int = free(64 * 2**20)
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
     rows: int | None = free(None)
     batch_size: int = free(16)
+    estimator: Literal["count", "time", "chain", "oracle"] = free("count")
     samples: int = free(1)
     replicates: int = free(2)
     seed: int = free(0)
+    seed_val_loss: bool = free(False)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
     rule: Literal["threshold", "quota"] = free("threshold")
-    threshold: float = free(0.9)
-    steps: int | None = free(None)
-    score: Literal["prob", "random"] = free("prob")
+    threshold: float | None = free(None)  # null: the rule's own default; a knob the rule does not read is refused
+    steps: int | None = free(None)  # per block
+    score: Literal["prob", "random"] | None = free(None)
     temperature: float = free(0.0)
     top_p: float = free(1.0)
-    blocks: int = free(8)
+    blocks: int = free(8)  # that hold generated tokens, the one the prompt ends in among them
     seed: int = free(0)
 
 
@@ -178,6 +193,7 @@ class SamplingConfig:
 class TrackingConfig:
     wandb: bool = free(False)
     project: str = free("diffjax")
+    mode: Literal["online", "offline"] = free("online")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +211,207 @@ class Config:
     evaluation: EvaluationConfig = free(EvaluationConfig)
     sampling: SamplingConfig = free(SamplingConfig)
     tracking: TrackingConfig = free(TrackingConfig)
+
+
+def load_config(path, overrides=()) -> Config:
+    """Read a YAML file (and the files it names as `base`), apply overrides `section.key=value`, and check the whole.
+
+    Raises UserError with every mistake on a line of its own: unknown or repeated keys, wrong types, values that clash.
+    """
+    config = load(Config, path, overrides)
+    validate(config)
+    return config
+
+
+def config_hash(config: Config) -> str:
+    """sha256 of the config's canonical JSON, in hexadecimal: equal for equal configs on every host."""
+    canonical = json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+Change = tuple[str, object, object]
+
+
+def resume_diff(old: dict, new: Config) -> tuple[list[Change], list[Change], list[Change]]:
+    """What differs between a run's stored config (`to_dict` form) and the one that continues it.
+
+    Returns (free, warned, refused), each a list of (dotted key, old value, new value). A key that the stored config
+    lacks, because it is younger, counts as its default; one no longer known is warned about, with the new value None.
+    """
+    was, now, default = flatten(old), flatten(to_dict(new)), flatten(to_dict(Config()))
+    classes: dict[str, list[Change]] = {"free": [], "warn": [], "refuse": []}
+    for name, leaf in leaf_fields(Config).items():
+        before = was.get(name, default[name])
+        if before != now[name]:
+            classes[leaf.metadata["resume"]].append((name, before, now[name]))
+    classes["warn"] += [(name, value, None) for name, value in was.items() if name not in now]
+    return classes["free"], classes["warn"], classes["refuse"]
+
+
+# What a single value may be: (test, rule in words, keys). A null is not tested.
+_RANGES = (
+    (
+        lambda value: value >= 1,
+        "must be at least 1",
+        "model.layers model.width model.block_size model.heads model.kv_heads model.head_dim model.mlp_width "
+        "model.mamba.heads model.mamba.head_dim model.mamba.state model.mamba.conv model.mamba.groups "
+        "data.sequence_length training.steps training.batch_size training.microbatches training.log_every "
+        "training.evaluate_every training.checkpoint_every optimizer.schedule_steps guard.spike_window "
+        "guard.max_consecutive checkpoint.keep_last checkpoint.keep_every evaluation.rows evaluation.batch_size "
+        "evaluation.samples evaluation.replicates sampling.steps sampling.blocks",
+    ),
+    (
+        lambda value: value >= 0,
+        "must be at least 0",
+        "optimizer.warmup_steps optimizer.decay_steps optimizer.weight_decay objective.autoregressive "
+        "sampling.temperature mesh.max_replicated_bytes",
+    ),
+    (
+        lambda value: value > 0,
+        "must be above 0",
+        "model.norm_eps model.rope_theta optimizer.learning_rate optimizer.epsilon optimizer.clip_norm "
+        "guard.spike_sigma",
+    ),
+    (lambda value: 0 <= value < 1, "must be at least 0 and below 1", "optimizer.beta1 optimizer.beta2 training.ema"),
+    (lambda value: 0 < value < 1, "must be above 0 and below 1", "data.held_out"),
+    (lambda value: 0 < value <= 1, "must be above 0 and at most 1", "sampling.top_p"),
+    (lambda value: 0 <= value <= 1, "must be in 0 .. 1", "optimizer.final_ratio sampling.threshold"),
+    (lambda value: 0 <= value < 2**32, "must be in 0 .. 4294967295", "run.seed evaluation.seed sampling.seed"),
+    (lambda value: value >= 8, "must be at least 8", "data.tokenizer.vocab_size"),
+    (lambda value: value == -1 or value >= 1, "must be at least 1, or -1 to fill", "mesh.data mesh.fsdp mesh.tensor"),
+    (lambda value: value == 1, "must be 1: a sequence is not spread over devices", "mesh.context"),
+    (lambda value: value.strip() != "", "must name a folder", "run.dir"),
+    (
+        lambda value: value != "" and set(value) <= {"A", "M"},
+        "must be made of the letters A (attention) and M (Mamba), such as AMMMMM",
+        "model.pattern",
+    ),
+    (
+        lambda value: 0 <= value[0] <= value[1] <= 1 and value[1] > 0,
+        "must be [low, high] with 0 <= low <= high <= 1 and high above 0",
+        "objective.mask_rate",
+    ),
+    (
+        lambda value: re.fullmatch(r"[a-z0-9]+:[0-9]+(x[0-9]+)*", value),
+        "must be a platform and a shape, such as v5e:16x16 or cpu:8",
+        "mesh.topology",
+    ),
+)
+
+
+def validate(config: Config) -> None:
+    """Check what types cannot say: ranges, and keys that must agree. Needs no device and reads no file.
+
+    Raises UserError with one line for each broken rule; a line names the keys, their values and the fix.
+    """
+    values = flatten(to_dict(config))
+    problems = [
+        f"{name}={_shown(values[name])} {rule}"
+        for test, rule, names in _RANGES
+        for name in names.split()
+        if values[name] is not None and not test(values[name])
+    ]
+    problems = problems or list(_clashes(config))
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def _clashes(config: Config) -> Iterator[str]:
+    """One message for each pair of keys that contradict each other; single values are known to be in range."""
+    yield from _shape_clashes(config.model, config.data)
+    yield from _objective_clashes(config.objective, config.model, config.data)
+    yield from _schedule_clashes(config.optimizer, config.training)
+    yield from _mesh_clashes(config.mesh, config.training)
+    if config.data.source != "python_stdlib" and not (config.data.path or config.data.corpus):
+        yield f"data.source={config.data.source} needs data.path: the file or folder to read"
+    if config.data.source == "python_stdlib" and config.data.path:
+        yield (
+            f"data.path={config.data.path} is not read by data.source=python_stdlib; "
+            "set data.source to text, jsonl or parquet"
+        )
+    if config.evaluation.estimator == "oracle" and config.model.block_size > 8:
+        yield (
+            "evaluation.estimator=oracle scores every mask of a block and needs model.block_size at most 8, "
+            f"not {config.model.block_size}; set evaluation.estimator=count"
+        )
+    if config.checkpoint.init_what == "state" and not config.checkpoint.init_from:
+        yield "checkpoint.init_what=state needs checkpoint.init_from: the run to start from"
+
+
+def _shape_clashes(model: ModelConfig, data: DataConfig) -> Iterator[str]:
+    mamba = model.mamba
+    for name, value, divisor_name, divisor in (
+        ("data.sequence_length", data.sequence_length, "model.block_size", model.block_size),
+        ("model.heads", model.heads, "model.kv_heads", model.kv_heads),
+        ("model.mamba.heads", mamba.heads, "model.mamba.groups", mamba.groups),
+    ):
+        if value % divisor:
+            yield f"{name}={value} is not a multiple of {divisor_name}={divisor}; {_nearest_multiples(value, divisor)}"
+    if model.head_dim % 2:
+        yield f"model.head_dim={model.head_dim} is odd, but RoPE turns pairs; {_nearest_multiples(model.head_dim, 2)}"
+
+
+def _objective_clashes(objective: ObjectiveConfig, model: ModelConfig, data: DataConfig) -> Iterator[str]:
+    low = objective.mask_rate[0]
+    if objective.weighting == "elbo" and low < 1e-3:
+        yield (
+            f"objective.mask_rate[0]={low} is below 0.001, but objective.weighting=elbo weighs by 1/rate; "
+            "raise it to 0.001 or set objective.weighting=uniform"
+        )
+    if objective.weighting == "elbo" and objective.min_one_mask:
+        yield (
+            "objective.min_one_mask=true makes objective.weighting=elbo no bound; "
+            "set min_one_mask=false or weighting=uniform"
+        )
+    if objective.autoregressive > 0 and model.prefix != "causal":
+        yield (
+            f"objective.autoregressive={objective.autoregressive} needs model.prefix=causal, not {model.prefix}; "
+            "set it, or set objective.autoregressive=0"
+        )
+    blocks = data.sequence_length // model.block_size
+    if objective.frontiers != "all" and blocks and not 1 <= objective.frontiers <= blocks:
+        yield (
+            f"objective.frontiers={objective.frontiers} must be all or in 1 .. {blocks}, the blocks in a row "
+            f"(data.sequence_length={data.sequence_length} / model.block_size={model.block_size})"
+        )
+
+
+def _schedule_clashes(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
+    if optimizer.schedule == "constant":
+        return
+    ramps = {"optimizer.warmup_steps": optimizer.warmup_steps}
+    if optimizer.schedule == "wsd":
+        ramps["optimizer.decay_steps"] = optimizer.decay_steps
+        if not optimizer.decay_steps:
+            yield "optimizer.schedule=wsd needs optimizer.decay_steps: over how many last steps the rate falls"
+    horizon = ("training.steps", training.steps)
+    if optimizer.schedule_steps is not None:
+        horizon = ("optimizer.schedule_steps", optimizer.schedule_steps)
+    if sum(ramps.values()) >= horizon[1]:
+        yield (
+            f"{' + '.join(ramps)} = {sum(ramps.values())} must be below {horizon[0]}={horizon[1]}; "
+            "shorten it or set optimizer.schedule_steps"
+        )
+
+
+def _mesh_clashes(mesh: MeshConfig, training: TrainingConfig) -> Iterator[str]:
+    filling = [f"mesh.{axis}" for axis in ("data", "fsdp", "tensor") if getattr(mesh, axis) == -1]
+    if len(filling) > 1:
+        yield f"{' and '.join(filling)} are both -1; one axis at most can fill"
+    factors = {"training.microbatches": training.microbatches, "mesh.data": mesh.data, "mesh.fsdp": mesh.fsdp}
+    factors = {name: size for name, size in factors.items() if size != -1}
+    product = math.prod(factors.values())
+    if training.batch_size % product:
+        yield (
+            f"training.batch_size={training.batch_size} is not a multiple of {' * '.join(factors)} = {product}; "
+            f"{_nearest_multiples(training.batch_size, product)}"
+        )
+
+
+def _nearest_multiples(value: int, step: int) -> str:
+    below = value // step * step
+    return "nearest: " + ", ".join(str(multiple) for multiple in (below, below + step) if multiple)
+
+
+def _shown(value) -> str:
+    return json.dumps(value) if value == "" or isinstance(value, bool | list) else str(value)

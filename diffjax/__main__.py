@@ -1,0 +1,7 @@
+"""`python -m diffjax` is the `diffjax` command."""
+
+import sys
+
+from diffjax.cli import main
+
+sys.exit(main())

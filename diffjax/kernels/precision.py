@@ -1,0 +1,22 @@
+"""Dtypes of the kernels: what accumulates in at least float32, and matrix products that keep their promise."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import Precision
+
+
+def accumulation_dtype(dtype):
+    """float32 for float32 and bfloat16, float64 for float64: states, decays, softmax and sums live in it."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def einsum(equation: str, *operands: Array) -> Array:
+    """A product in the dtype of its first operand that accumulates in at least float32.
+
+    float32 operands ask for the full float32 product (accelerators would otherwise round them to bfloat16 or TF32);
+    bfloat16 operands take the native product.
+    """
+    dtype = operands[0].dtype
+    precision = Precision.DEFAULT if dtype == jnp.bfloat16 else Precision.HIGHEST
+    operands = [operand.astype(dtype) for operand in operands]
+    return jnp.einsum(equation, *operands, precision=precision, preferred_element_type=accumulation_dtype(dtype))

@@ -1,0 +1,271 @@
+"""The denoiser: one description, and the pure functions that training, prefill, commit and decoding share.
+
+    train      logits [B, F, G, V] = train_logits(params, clean [B, L], frontiers [B, F, G], frontier_index [B, F])
+    prefill    context             = absorb(params, tokens [B, T], context)
+    decode     logits [B, G, V]    = denoise(params, block [B, G], context)
+
+The exactness law: the logits that training computes for a frontier equal those that `denoise` computes from a context
+that absorbed the blocks before it, whatever the split into absorb calls, the batch, and what stands after the block.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from diffjax.config import KernelsConfig, ModelConfig
+from diffjax.kernels.precision import accumulation_dtype
+from diffjax.models import streams
+from diffjax.models.backbone import Backbone, empty_context
+from diffjax.models.context import Context, capacity_of, grow
+from diffjax.models.layers import EMBEDDING_STD, Projection, RMSNorm, parameter
+
+Params = dict[str, Any]
+
+VOCABULARY_MULTIPLE = 128  # tables are padded to it, the same on every mesh
+
+
+class DenoiserModule(nn.Module):
+    """Owns the parameters. Tokens [.., T] in, hidden states [.., T, D] through the backbone, logits [.., T, V] out."""
+
+    config: ModelConfig
+    vocab_size: int
+    kernels: KernelsConfig
+
+    def setup(self):
+        c, dtype = self.config, jnp.dtype(self.config.dtype)
+        self.padded = -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        self.embed = Embedding((self.padded, c.width), dtype)
+        self.layers = Backbone(c, self.kernels, dtype)
+        self.norm = RMSNorm((c.width,), ("embed",), c.norm_eps, dtype)
+        if not c.tie_embeddings:
+            logits_dtype = accumulation_dtype(dtype)
+            self.head = Projection((c.width, self.padded), ("embed", "vocab"), dtype, out_dtype=logits_dtype)
+
+    def __call__(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None, clean_head=False):
+        """Tokens of either stream, or None -> (frontier logits, clean logits, contexts, auxiliary)."""
+        clean = None if clean is None else self.embed(clean)
+        frontier = None if frontiers is None else self.embed(frontiers)
+        if embedding is not None:
+            frontier = frontier + embedding.astype(frontier.dtype)
+        (clean, frontier), contexts, auxiliary = self.layers(clean, frontier, clean_stream, frontier_stream, context)
+        frontier_logits = None if frontier is None else self.logits(frontier)
+        clean_logits = self.logits(clean) if clean_head else None
+        return frontier_logits, clean_logits, contexts, auxiliary
+
+    def logits(self, hidden: Array) -> Array:
+        """[..., D] -> [..., V] in at least float32; the padded rows of the table are cut."""
+        hidden = self.norm(hidden)
+        logits = self.embed.attend(hidden) if self.config.tie_embeddings else self.head(hidden)
+        return logits[..., : self.vocab_size]
+
+
+class Embedding(nn.Module):
+    shape: tuple[int, int]
+    dtype: jnp.dtype
+
+    def setup(self):
+        self.table = parameter(self, "table", nn.initializers.normal(EMBEDDING_STD), self.shape, ("vocab", "embed"))
+
+    def __call__(self, tokens: Array) -> Array:
+        return jnp.take(self.table, tokens, axis=0).astype(self.dtype)
+
+    def attend(self, hidden: Array) -> Array:
+        precision = None if self.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+        table = self.table.astype(self.dtype)
+        wide = accumulation_dtype(self.dtype)
+        return jnp.einsum("...d,vd->...v", hidden, table, precision=precision, preferred_element_type=wide)
+
+
+@dataclass(frozen=True)
+class Denoiser:
+    """A frozen description without arrays; every method is pure and may be jitted.
+
+    Args:
+      config: the `model` section.
+      vocab_size: ids of the tokenizer, the mask among them.
+      kernels: backends of the token-mixing operations.
+    """
+
+    config: ModelConfig
+    vocab_size: int
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size
+
+    @property
+    def causal(self) -> bool:
+        return self.config.prefix == "causal"
+
+    @property
+    def module(self) -> DenoiserModule:
+        return DenoiserModule(self.config, self.vocab_size, self.kernels)
+
+    # Parameters
+
+    def init(self, key: Array) -> Params:
+        """Fresh parameters, float32 (float64 if model.dtype is): a nested dict with paths such as
+        layers/unit/layer_0/mixer/query/kernel."""
+        return nn.unbox(self._boxed(key))
+
+    def abstract_params(self) -> Params:
+        """The parameters' shapes and dtypes, without memory."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    def logical_axes(self) -> Params:
+        """The parameters' logical axis names: a tuple of names (or None) for each."""
+        boxed = jax.eval_shape(self._boxed, jax.random.key(0))
+        return jax.tree.map(lambda box: tuple(box.names), boxed, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+
+    def _boxed(self, key: Array) -> Params:
+        size = self.block_size
+        clean, segments = jnp.zeros((1, size), jnp.int32), jnp.ones((1, 2), jnp.int32)
+        valid = jnp.ones((1, 2 * size), bool)
+        clean_stream, document_start = streams.of_rows(segments, valid, size, self.causal, clean_blocks=1)
+        frontiers = jnp.zeros((1, 2, size), jnp.int32)
+        stream = streams.frontiers_of_rows(document_start, None, jnp.ones_like(frontiers, bool), size)
+        return self.module.init(key, clean, frontiers, clean_stream, stream)["params"]
+
+    # Training
+
+    def train_logits(
+        self,
+        params: Params,
+        clean: Array,
+        frontiers: Array,
+        frontier_index: Array | None = None,
+        segments: Array | None = None,
+        clean_valid: Array | None = None,
+        frontier_valid: Array | None = None,
+        embedding: Array | None = None,
+    ) -> Array:
+        """Raw finite logits of every frontier against the clean blocks before it, [B, F, G, V] in at least float32.
+
+        Args:
+          clean: [B, L] int32, the true tokens; the last block is never read.
+          frontiers: [B, F, G] int32, blocks to denoise.
+          frontier_index: [B, F] int32, the block of the row each frontier stands for; None: F = K, frontier f is block f.
+          segments: [B, K] int32, the document of each block; None: one document a row.
+          clean_valid: [B, L] bool, tokens that may be read. frontier_valid: [B, F, G] bool, the same for frontiers.
+          embedding: [B, F, G, D], added to the frontiers' embeddings.
+        """
+        return self.train_outputs(
+            params, clean, frontiers, frontier_index, segments, clean_valid, frontier_valid, embedding
+        )[0]
+
+    def train_outputs(
+        self,
+        params: Params,
+        clean: Array,
+        frontiers: Array,
+        frontier_index: Array | None = None,
+        segments: Array | None = None,
+        clean_valid: Array | None = None,
+        frontier_valid: Array | None = None,
+        embedding: Array | None = None,
+        *,
+        clean_head: bool = False,
+    ) -> tuple[Array, Array | None, dict]:
+        """As `train_logits`, with next-token logits of the clean stream [B, L, V] if `clean_head` (causal prefix only),
+        and the layers' auxiliary outputs."""
+        batch, length = clean.shape
+        blocks = self._whole_blocks(length)
+        if clean_head:
+            self._require_causal()
+        if frontier_index is None and frontiers.shape[1] != blocks:
+            raise ValueError(f"frontier_index is needed for {frontiers.shape[1]} frontiers of rows of {blocks} blocks")
+        segments = jnp.ones((batch, blocks), jnp.int32) if segments is None else segments
+        clean_valid = jnp.ones(clean.shape, bool) if clean_valid is None else clean_valid
+        frontier_valid = jnp.ones(frontiers.shape, bool) if frontier_valid is None else frontier_valid
+
+        clean_blocks = blocks if clean_head else blocks - 1  # the last block is never a context
+        clean_stream, document_start = streams.of_rows(
+            segments, clean_valid, self.block_size, self.causal, clean_blocks
+        )
+        stream = streams.frontiers_of_rows(document_start, frontier_index, frontier_valid, self.block_size)
+        tokens = clean[:, : clean_blocks * self.block_size] if clean_blocks else None
+        logits, clean_logits, _, auxiliary = self._apply(
+            params, tokens, frontiers, clean_stream, stream, embedding=embedding, clean_head=clean_head
+        )
+        return logits, clean_logits, auxiliary
+
+    def clean_logits(self, params: Params, tokens: Array) -> Array:
+        """Next-token logits of the clean stream (causal prefix only): position j predicts token j + 1; [B, T] -> [B, T, V]."""
+        self._require_causal()
+        batch, length = tokens.shape
+        start, count = jnp.zeros((batch,), jnp.int32), jnp.full((batch,), length, jnp.int32)
+        stream = streams.after_context(start, length, count, self.block_size, self.causal)
+        return self._apply(params, tokens, None, stream, None, clean_head=True)[1]
+
+    # Contexts
+
+    def empty_context(self, batch: int, capacity: int) -> Context:
+        """A context that has read nothing, with room for `capacity` tokens (which Mamba layers do not need)."""
+        layers = empty_context(self.config, jnp.dtype(self.config.dtype), batch, capacity)
+        return Context(jnp.zeros((batch,), jnp.int32), layers)
+
+    def grow_context(self, context: Context, capacity: int) -> Context:
+        """The same context with room for `capacity` tokens."""
+        return grow(context, capacity)
+
+    def absorb(self, params: Params, tokens: Array, context: Context, count: Array | None = None) -> Context:
+        """Read finished tokens [B, T] into the context; of row b only the first count[b] (None: all).
+
+        A row with count 0 keeps its context to the bit. With a bidirectional prefix T and count are whole blocks.
+
+        Raises:
+          ValueError: T is not a whole number of blocks (bidirectional), or a context outside jit is too small. Inside
+            jit a context that overflowed gives NaN logits.
+        """
+        batch, length = tokens.shape
+        if not self.causal:
+            self._whole_blocks(length)
+        count = jnp.full((batch,), length, jnp.int32) if count is None else count
+        after = context.length + count
+        capacity = capacity_of(context)
+        if capacity is not None and not isinstance(after, jax.core.Tracer) and int(after.max()) > capacity:
+            raise ValueError(f"a context of capacity {capacity} cannot hold {int(after.max())} tokens; grow it first")
+        stream = streams.after_context(context.length, length, count, self.block_size, self.causal)
+        _, _, layers, _ = self._apply(params, tokens, None, stream, None, context=context.layers)
+        return Context(after, layers)
+
+    def denoise(
+        self,
+        params: Params,
+        block: Array,
+        context: Context,
+        valid: Array | None = None,
+        embedding: Array | None = None,
+    ) -> Array:
+        """Raw logits [B, G, V], in at least float32, of the frontier block [B, G] that continues the context.
+
+        The context is not changed. `valid` [B, G] bool cuts a last block; `embedding` [B, G, D] is added to the block's.
+        """
+        valid = jnp.ones(block.shape, bool) if valid is None else valid
+        stream = streams.frontier_after_context(context.length, valid[:, None])
+        embedding = None if embedding is None else embedding[:, None]
+        logits, _, _, _ = self._apply(
+            params, None, block[:, None], None, stream, context=context.layers, embedding=embedding
+        )
+        capacity = capacity_of(context)
+        if capacity is None:
+            return logits[:, 0]
+        overflowed = (context.length > capacity)[:, None, None]
+        return jnp.where(overflowed, jnp.nan, logits[:, 0])
+
+    def _apply(self, params: Params, *args, **kwargs):
+        return self.module.apply({"params": params}, *args, **kwargs)
+
+    def _whole_blocks(self, length: int) -> int:
+        if length % self.block_size:
+            raise ValueError(f"{length} tokens are no whole number of blocks of {self.block_size}")
+        return length // self.block_size
+
+    def _require_causal(self) -> None:
+        if not self.causal:
+            raise ValueError("next-token logits need model.prefix=causal; a bidirectional prefix sees the next token")

@@ -1,0 +1,103 @@
+"""The parts every layer shares: RMSNorm, bias-free projections, rotary positions, the gated MLP."""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from diffjax.kernels.precision import accumulation_dtype
+
+EMBEDDING_STD = 0.02
+
+
+def parameter(module: nn.Module, name: str, init: Callable, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
+    """A parameter with its logical axis names: the one place where shape, dtype, sharding and init meet."""
+    dtype = accumulation_dtype(module.dtype)
+    return module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * scale over the trailing axes that `shape` names; statistics in at least float32."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    epsilon: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        scale = parameter(self, "scale", nn.initializers.ones, self.shape, self.axes)
+        return (normalise(x, tuple(range(-len(self.shape), 0)), self.epsilon) * scale).astype(self.dtype)
+
+
+def normalise(x: Array, axis: tuple[int, ...], epsilon: float) -> Array:
+    """x / rms(x) over `axis`, in at least float32."""
+    x = x.astype(accumulation_dtype(x.dtype))
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=axis, keepdims=True) + epsilon)
+
+
+class Projection(nn.Module):
+    """A linear map without bias from the last `contract` axes of its input to `out` axes."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: jnp.dtype
+    std: float = EMBEDDING_STD
+    contract: int = 1
+    out_dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        kernel = parameter(self, "kernel", nn.initializers.normal(self.std), self.shape, self.axes)
+        inputs = self.shape[: self.contract]
+        # one plain matrix product, whatever the number of axes: the form every backend multiplies fastest
+        flat = x.reshape(*x.shape[: x.ndim - self.contract], _product(inputs)).astype(self.dtype)
+        matrix = kernel.reshape(_product(inputs), -1).astype(self.dtype)
+        y = jax.lax.dot_general(
+            flat,
+            matrix,
+            (((flat.ndim - 1,), (0,)), ((), ())),
+            precision=None if self.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST,
+            preferred_element_type=self.out_dtype or self.dtype,
+        )
+        return y.reshape(*flat.shape[:-1], *self.shape[self.contract :])
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def rotate(x: Array, positions: Array, theta: float) -> Array:
+    """Rotary position embedding (arXiv 2104.09864) on pairs (i, i + P/2), angles in at least float32.
+
+    x: [..., heads, P]; positions: [...] int32, the offset in the document.
+    """
+    half = x.shape[-1] // 2
+    dtype = accumulation_dtype(x.dtype)
+    frequency = theta ** (-jnp.arange(half, dtype=dtype) / half)
+    angle = positions[..., None, None].astype(dtype) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = x[..., :half].astype(dtype), x[..., half:].astype(dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x), arXiv 2002.05202."""
+
+    width: int
+    hidden: int
+    dtype: jnp.dtype
+    output_std: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        shape, axes = (self.width, self.hidden), ("embed", "mlp")
+        gate = Projection(shape, axes, self.dtype, name="gate")(x)
+        up = Projection(shape, axes, self.dtype, name="up")(x)
+        down = Projection((self.hidden, self.width), ("mlp", "embed"), self.dtype, self.output_std, name="down")
+        return down(nn.silu(gate) * up)

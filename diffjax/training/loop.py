@@ -1,0 +1,184 @@
+"""The training loop: place, compile, start, then step, evaluate, save, stop. Branches on no model and no hardware."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from diffjax.config import Config, config_hash
+from diffjax.data.batch import Batch
+from diffjax.errors import GuardStop, Preempted, UserError
+from diffjax.parallel import mesh as mesh_lib
+from diffjax.training.checkpoint import Checkpoints
+from diffjax.training.feed import Feed
+from diffjax.training.journal import Journal
+from diffjax.training.start import check_resume, describe, find_start
+from diffjax.training.step import compile_step, donated_share, make_init, make_train_step, state_shardings
+from diffjax.training.stop import StopRequest
+from diffjax.training.tracking import Progress, Trackers, cut_records
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run trains on, handed in by the caller so that this file knows no corpus and no evaluation.
+
+    denoiser    offers init(key), logical_axes()
+    objective   (params, batch, noise) -> (numerator, denominator, metrics)
+    draw_noise  (step, batch) -> noise
+    read_rows   (step, row numbers [n]) -> Batch of numpy arrays; a pure function
+    batch       the abstract global batch
+    evaluate    (params, should_stop) -> record of held-out numbers, or None when it was cut off
+    identities  {"corpus": text, "tokenizer": text}, compared on resume
+    """
+
+    config: Config
+    mesh: Mesh
+    denoiser: object
+    objective: Callable
+    draw_noise: Callable
+    read_rows: Callable[[int, np.ndarray], Batch]
+    batch: Batch
+    identities: dict[str, str]
+    evaluate: Callable[[dict, Callable[[], bool]], dict | None] = lambda params, should_stop: {}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    step: int
+    state: dict | None  # None: the run was at its last step already and nothing was loaded
+    tokens_seen: int
+
+
+def due(step: int, every: int, last: int) -> bool:
+    return step % every == 0 or step == last
+
+
+def fit(job: Job) -> Outcome:
+    """Train to `training.steps`. Raises Preempted (asked to stop) and GuardStop with the state saved, and UserError."""
+    config, mesh = job.config, job.mesh
+    run_dir, steps = Path(config.run.dir), config.training.steps
+    _check_batch(config, mesh)
+
+    abstract = jax.eval_shape(make_init(config, job.denoiser.init), jax.random.key(config.run.seed))
+    param_placement = mesh_lib.shardings(abstract["params"], job.denoiser.logical_axes(), mesh)
+    placement = state_shardings(config, abstract, param_placement, mesh)
+    whole = mesh_lib.whole_leaves(abstract["params"], param_placement)
+    mesh_lib.check_whole_leaves(config.mesh, mesh, whole)
+    target = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, placement
+    )
+
+    with StopRequest() as stop, jax.set_mesh(mesh):
+        checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint)
+        try:
+            meta = checkpoints.newest_meta()
+            if meta is not None:
+                check_resume(meta, config, job.identities, config.run.dir, print)
+                if meta["step"] >= steps:
+                    print(f"already at step {meta['step']} of {steps}; a larger training.steps continues")
+                    return Outcome(meta["step"], None, meta["tokens_seen"])
+
+            train_step = make_train_step(config, job.objective, job.draw_noise, mesh, param_placement)
+            step_fn = _compile(train_step, abstract, placement, job, whole)
+            start = find_start(config, job.denoiser, target, placement, checkpoints, job.identities, print)
+            print(f"starting at step {start.step} of {steps} from {start.source}")
+            return _run(job, step_fn, start, checkpoints, stop)
+        finally:
+            checkpoints.close()
+
+
+def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) -> Outcome:
+    config, run_dir = job.config, Path(job.config.run.dir)
+    training, steps = config.training, config.training.steps
+    for name in ("metrics.jsonl", "rejects.jsonl"):
+        cut_records(run_dir / name, start.step)
+    trackers = Trackers(config, run_dir, config.run.id)
+    progress = Progress(steps, start.step)
+    leaf_paths = mesh_lib.paths(start.state["params"])
+    journal = Journal(config, run_dir, trackers, progress, leaf_paths, start.tokens_seen)
+    rows = mesh_lib.batch_sharding(job.mesh)
+    feed = Feed(
+        lambda step: mesh_lib.global_batch(lambda numbers: job.read_rows(step, numbers), training.batch_size, rows),
+        start.step,
+        steps,
+    )
+    about = {**describe(config, job.identities), "config_hash": config_hash(config)}
+    state, done = start.state, start.step
+    del start  # the first step overwrites its buffers
+
+    def save(wait: bool = False):
+        checkpoints.save(done, state, {**about, "tokens_seen": journal.tokens_seen}, wait=wait)
+
+    try:
+        while True:
+            if due(done, training.evaluate_every, steps):
+                journal.drain()
+                record = job.evaluate(state.get("ema", state["params"]), stop.poll)
+                if record is not None:
+                    journal.evaluation(done, record)
+            if done > 0 and due(done, training.checkpoint_every, steps):
+                journal.drain()
+                save()
+            if journal.stuck:
+                journal.drain()
+                save(wait=True)
+                raise GuardStop(f"{journal.stuck}. The state of step {done} is saved; see {run_dir / 'rejects.jsonl'}")
+            if stop.poll():
+                journal.drain()
+                save(wait=True)
+                raise Preempted(f"{stop.reason}: stopped at step {done} of {steps}; the state is saved")
+            if done == steps:
+                break
+            batch = feed(done)
+            with jax.transfer_guard("disallow"):
+                state, metrics = step_fn(state, batch)
+            journal.send(done, metrics)
+            done += 1
+        save(wait=True)
+        return Outcome(done, state, journal.tokens_seen)
+    finally:
+        feed.close()
+        progress.close()
+        trackers.close()
+
+
+def _check_batch(config: Config, mesh: Mesh) -> None:
+    parts = config.training.microbatches * mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.training.batch_size % parts:
+        raise UserError(
+            f"training.batch_size={config.training.batch_size} is not a multiple of training.microbatches * data * fsdp"
+            f" = {config.training.microbatches} * {mesh.shape['data']} * {mesh.shape['fsdp']} = {parts}"
+        )
+
+
+def _compile(train_step, abstract: dict, placement: dict, job: Job, whole: list):
+    """Compile once, ahead of the loop, and say what it takes."""
+    started = time.monotonic()
+    step_fn = compile_step(train_step, abstract, placement, job.batch, job.mesh)
+    seconds = time.monotonic() - started
+    memory = step_fn.memory_analysis()
+    device_bytes = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+    share = donated_share(step_fn, abstract, placement)
+    if share < 0.95:
+        raise RuntimeError(f"only {share:.0%} of the state is updated in place; memory would double")
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract["params"]))
+    sizes = ", ".join(f"{axis} {size}" for axis, size in job.mesh.shape.items() if size > 1) or "one device"
+    batch, length = job.batch.tokens.shape
+    print(
+        f"{parameters:,} parameters on {sizes}; {batch} rows of {length} tokens a step, "
+        f"{batch * length * job.config.training.steps:,} in all"
+    )
+    print(f"train step compiled in {seconds:.1f} s; {device_bytes / 2**20:,.0f} MiB a device")
+    if job.mesh.shape["fsdp"] * job.mesh.shape["tensor"] > 1:
+        for path, size in whole[:5]:
+            print(f"whole on every device: {path} ({size:,} bytes)")
+    return step_fn

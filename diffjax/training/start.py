@@ -1,0 +1,126 @@
+"""Where a run starts from: its own folder, another run's checkpoint, or scratch, in this order; and what forbids it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from diffjax.config import Config, resume_diff, to_dict
+from diffjax.errors import UserError
+from diffjax.parallel.mesh import init_sharded
+from diffjax.training.checkpoint import Checkpoints, Mismatch
+from diffjax.training.optimizer import make_optimizer
+from diffjax.training.step import fresh_state, make_init
+
+# Keys of the model that say how it is computed or cut, not what its parameters mean.
+FREE_FOR_WEIGHTS = {"model.block_size", "model.remat", "model.dtype"}
+
+
+class Start(NamedTuple):
+    state: dict
+    step: int
+    tokens_seen: int
+    source: str
+
+
+def check_resume(meta: dict, config: Config, identities: dict, where: str, say: Callable[[str], None]) -> None:
+    """Compare a checkpoint's config and data with this run's: free changes pass, others are told, the rest refused."""
+    _, warned, refused = resume_diff(meta["config"], config)
+    problems = [f"{key}: {old} -> {new}" for key, old, new in refused]
+    problems += [
+        f"{key}: {meta.get(key)} -> {value}; a resumed run must see the same rows"
+        for key, value in identities.items()
+        if meta.get(key) != value
+    ]
+    if problems:
+        raise UserError(
+            f"{where} belongs to another run: {'; '.join(problems)}. Choose another run.dir; "
+            f"checkpoint.init_from={where} starts a new run there from these weights"
+        )
+    for key, old, new in warned:
+        say(f"changed since the checkpoint: {key}: {old} -> {new}")
+    for name, version in meta.get("versions", {}).items():
+        now = package_versions().get(name)
+        if version != now:
+            say(f"changed since the checkpoint: {name} {version} -> {now}")
+
+
+def find_start(
+    config: Config,
+    denoiser,
+    target: dict,
+    placement: dict,
+    checkpoints: Checkpoints,
+    identities: dict,
+    say: Callable[[str], None],
+) -> Start:
+    """The state to train from. `target` is the abstract state with shardings, `identities` {"corpus", "tokenizer"}."""
+    restored = checkpoints.restore(target)
+    if restored is not None:
+        return Start(_calm(restored.state), restored.step, restored.meta["tokens_seen"], restored.source)
+    if config.checkpoint.init_from:
+        return _from_other_run(config, target, placement, identities, say)
+    state = init_sharded(make_init(config, denoiser.init), placement, jax.random.key(config.run.seed))
+    return Start(state, 0, 0, "scratch")
+
+
+def _calm(state: dict) -> dict:
+    """A restored state counts its rejected steps in a row from zero."""
+    old = state["guard"].consecutive
+    return {**state, "guard": state["guard"]._replace(consecutive=jax.device_put(np.int32(0), old.sharding))}
+
+
+def _from_other_run(config: Config, target, placement, identities, say) -> Start:
+    name, _, step = config.checkpoint.init_from.partition("@")
+    if step and not step.isdecimal():
+        raise UserError(f"checkpoint.init_from={config.checkpoint.init_from}: expected RUN or RUN@STEP, STEP a number")
+    other = Checkpoints(Path(name) / "checkpoints", report=say)
+    number = int(step) if step else None
+    try:
+        meta = other.read_meta(number) if number in other.complete_steps() else other.newest_meta()
+        if meta is None:
+            raise UserError(f"checkpoint.init_from={name}: no complete checkpoint in {other.folder}")
+        if config.checkpoint.init_what == "state":
+            check_resume(meta, config, identities, name, say)
+            restored = other.restore(target, step=number)
+            return Start(_calm(restored.state), restored.step, restored.meta["tokens_seen"], restored.source)
+        _check_weights(meta, config, identities, name)
+        entry = weights_entry(meta)
+        restored = other.restore({entry: target["params"]}, step=number)
+    finally:
+        other.close()
+    optimizer = make_optimizer(config.optimizer)
+    state = init_sharded(lambda params: fresh_state(config, optimizer, params), placement, restored.state[entry])
+    return Start(state, 0, 0, f"weights of {restored.source}")
+
+
+def weights_entry(meta: dict) -> str:
+    """The part of a checkpoint that stands for the model: the averaged weights where the run kept them."""
+    return "ema" if any(path.startswith("ema/") for path in meta["leaves"]) else "params"
+
+
+def _check_weights(meta: dict, config: Config, identities: dict, name: str) -> None:
+    _, _, refused = resume_diff(meta["config"], config)
+    matter = [
+        f"{key}: {old} -> {new}"
+        for key, old, new in refused
+        if (key.startswith("model.") and key not in FREE_FOR_WEIGHTS) or key == "data.tail"
+    ]
+    if meta["tokenizer"] != identities["tokenizer"]:
+        matter.append("the tokenizer differs; give data.tokenizer.path the one in that run's folder")
+    if matter:
+        raise Mismatch(f"checkpoint.init_from={name}: its weights mean something else: {'; '.join(matter)}")
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages whose behaviour a run depends on."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("diffjax", "jax", "optax", "orbax-checkpoint", "grain")}
+
+
+def describe(config: Config, identities: dict) -> dict:
+    """What every checkpoint's meta says about the run it is of."""
+    return {"config": to_dict(config), "versions": package_versions(), "run_id": config.run.id, **identities}

@@ -1,0 +1,177 @@
+"""The train step: gradients summed over microbatches, one division, clip, guard, update. One compiled function."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from diffjax.config import Config
+from diffjax.data.batch import Batch
+from diffjax.parallel import mesh as mesh_lib
+from diffjax.training import guard as guard_lib
+from diffjax.training.optimizer import make_optimizer, make_schedule
+
+Objective = Callable  # (params, batch, noise) -> (numerator, denominator, metrics {name: (sum, weight)})
+DrawNoise = Callable  # (step, batch) -> noise, a pure function of the seed, the step and each row's number
+
+
+def make_init(config: Config, init_params: Callable) -> Callable:
+    """init_state(key) -> {step, params, opt, guard, ema?}. No random keys live in the state: noise is a function."""
+    optimizer = make_optimizer(config.optimizer)
+
+    def init_state(key):
+        return fresh_state(config, optimizer, init_params(key))
+
+    return init_state
+
+
+def fresh_state(config: Config, optimizer: optax.GradientTransformation, params) -> dict:
+    """The state before batch 0, around given parameters."""
+    state = {
+        "step": jnp.zeros((), jnp.int32),
+        "params": params,
+        "opt": optimizer.init(params),
+        "guard": guard_lib.init_guard(config.guard),
+    }
+    if config.training.ema > 0:
+        state["ema"] = jax.tree.map(jnp.copy, params)
+    return state
+
+
+def state_shardings(config: Config, abstract_state: dict, param_shardings, mesh: Mesh) -> dict:
+    """The sharding of every leaf of the state: moments and averages lie like their parameters, the rest is whole."""
+    whole = mesh_lib.replicated(mesh)
+    placed = jax.tree.map(lambda _: whole, abstract_state)
+    placed["params"] = param_shardings
+    placed["opt"] = optax.tree_utils.tree_map_params(
+        make_optimizer(config.optimizer),
+        lambda _, sharding: sharding,
+        abstract_state["opt"],
+        param_shardings,
+        transform_non_params=lambda _: whole,
+    )
+    if "ema" in placed:
+        placed["ema"] = param_shardings
+    return placed
+
+
+def split(batch: Batch, count: int, mesh: Mesh | None = None) -> Batch:
+    """[B, ...] -> [k, B/k, ...]; row r goes to microbatch r % k, so every device keeps its own rows."""
+
+    def one(x):
+        x = jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
+        if mesh is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, mesh_lib.BATCH_AXES)))
+
+    return jax.tree.map(one, batch)
+
+
+def make_train_step(
+    config: Config, objective: Objective, draw_noise: DrawNoise, mesh: Mesh | None = None, param_shardings=None
+) -> Callable:
+    """train_step(state, batch) -> (state, metrics); pure, not yet jitted.
+
+    metrics: `sums` {name: (sum, weight)}, to be averaged over any number of steps, and the scalars loss (nats per
+    scored token), weight (scored tokens), tokens (valid tokens), learning_rate, grad_norm (before clipping),
+    update_norm, param_norm, limit, reason, consecutive and bad_leaf (first leaf whose gradient is not finite, or -1).
+    """
+    optimizer, schedule = make_optimizer(config.optimizer), make_schedule(config.optimizer, config.training.steps)
+    count = config.training.microbatches
+
+    def loss_fn(params, batch, noise):
+        numerator, denominator, metrics = objective(params, batch, noise)
+        return numerator, (denominator, metrics)
+
+    def gradient_sums(params, batch, noise):
+        (numerator, (denominator, metrics)), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, noise)
+        if param_shardings is not None:
+            gradients = jax.lax.with_sharding_constraint(gradients, param_shardings)
+        return gradients, numerator, denominator, metrics
+
+    def train_step(state: dict, batch: Batch):
+        step, params = state["step"], state["params"]
+
+        def body(total, part):
+            noise = draw_noise(step, part)  # here, outside every rematerialised region
+            return jax.tree.map(jnp.add, total, gradient_sums(params, part, noise)), None
+
+        parts = split(batch, count, mesh)
+        first = jax.tree.map(lambda x: x[0], parts)
+        shapes = jax.eval_shape(lambda p, b: gradient_sums(p, b, draw_noise(step, b)), params, first)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        (gradients, numerator, weight, sums), _ = jax.lax.scan(body, zeros, parts)
+
+        scale = 1.0 / jnp.maximum(weight, 1.0)
+        gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
+        loss = numerator * scale
+        squares = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32))))
+                             for g in jax.tree.leaves(gradients)])  # fmt: skip
+        grad_norm = jnp.sqrt(jnp.sum(squares))
+        bad = ~jnp.isfinite(squares)
+        verdict, guard = guard_lib.judge(config.guard, state["guard"], loss, grad_norm, weight)
+
+        clip = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-30))
+        clipped = jax.tree.map(lambda g: g * clip.astype(g.dtype), gradients)
+        updates, opt = optimizer.update(clipped, state["opt"], params)
+        learning_rate = schedule(step)
+        updates = jax.tree.map(lambda u: u * learning_rate.astype(u.dtype), updates)
+        changed = {"params": optax.apply_updates(params, updates), "opt": opt}
+        if "ema" in state:
+            decay = config.training.ema
+            mix = lambda old, new: decay * old + (1 - decay) * new  # noqa: E731
+            changed["ema"] = jax.tree.map(mix, state["ema"], changed["params"])
+        before = {name: state[name] for name in changed}
+        kept = jax.tree.map(lambda new, old: jnp.where(verdict.accept, new, old), changed, before)
+
+        metrics = {
+            "sums": {"loss": (numerator, weight), **sums},
+            "loss": loss,
+            "weight": weight,
+            "tokens": jnp.sum(batch.valid, dtype=jnp.int32),
+            "learning_rate": learning_rate,
+            "grad_norm": grad_norm,
+            "update_norm": optax.tree.norm(updates),
+            "param_norm": optax.tree.norm(kept["params"]),
+            "limit": verdict.limit,
+            "reason": verdict.reason,
+            "consecutive": guard.consecutive,
+            "bad_leaf": jnp.where(jnp.any(bad), jnp.argmax(bad), -1),
+        }
+        return {"step": step + 1, "guard": guard, **kept}, metrics
+
+    return train_step
+
+
+def compile_step(train_step: Callable, abstract_state: dict, placement: dict, abstract_batch: Batch, mesh: Mesh):
+    """Compile `train_step` ahead of time, the state's buffers donated. A call with another shape or sharding raises."""
+    rows = mesh_lib.batch_sharding(mesh)
+    placed = lambda tree, where: jax.tree.map(  # noqa: E731
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, where
+    )
+    jitted = jax.jit(
+        train_step,
+        in_shardings=(placement, rows),
+        out_shardings=(placement, mesh_lib.replicated(mesh)),
+        donate_argnames=("state",),
+    )
+    batch = placed(abstract_batch, jax.tree.map(lambda _: rows, abstract_batch))
+    return jitted.lower(placed(abstract_state, placement), batch).compile()
+
+
+def donated_share(compiled, abstract_state: dict, placement: dict) -> float:
+    """Bytes that the compiled step writes in place, as a share of the state's bytes on one device."""
+    state_bytes = sum(
+        leaf.dtype.itemsize * _size(sharding.shard_shape(leaf.shape))
+        for leaf, sharding in zip(jax.tree.leaves(abstract_state), jax.tree.leaves(placement), strict=True)
+    )
+    return compiled.memory_analysis().alias_size_in_bytes / state_bytes
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

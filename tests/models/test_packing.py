@@ -1,0 +1,131 @@
+"""T10, T11: documents packed in a row do not meet, and pads are as if they were not there."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests import reference
+from tests.models.cases import MAIN, VOCAB, case, leaves, parametrize
+
+
+class Packed:
+    """A row of two documents, the second with a ragged last block, beside the same documents in rows of their own.
+
+    `packed` and `apart` are arguments of `Case.gradient`; both hold the same document tokens, and the places without a
+    document hold other tokens.
+    """
+
+    def __init__(self, model):
+        size, blocks = model.config.block_size, model.blocks
+        self.model, self.first, self.second = model, blocks // 2 - 1, blocks // 2 + 1
+        self.first = max(self.first, 1)
+        self.second = blocks - self.first
+        self.ragged = max(size - 1, 1) if size < 8 else 3  # valid tokens of the last block of document 2
+        rng = np.random.default_rng(11)
+        weights = rng.standard_normal((blocks, size, VOCAB))
+        valid = np.ones((blocks, size), bool)
+        valid[-1, self.ragged :] = False
+        weights[~valid] = 0.0
+        document = [slice(0, self.first), slice(self.first, blocks)]
+        text, noisy = model.texts[0].reshape(blocks, size), model.noisy[0]
+
+        def rows(*placed):
+            """Rows of (document, ...) each from its first block on; row 1 of a packed batch is all pads."""
+            clean = rng.integers(5, VOCAB, (2, blocks, size)).astype(np.int32)
+            frontiers = rng.integers(5, VOCAB, (2, blocks, size)).astype(np.int32)
+            segments, readable = np.zeros((2, blocks), np.int32), np.zeros((2, blocks, size), bool)
+            cotangent = np.zeros((2, blocks, size, VOCAB))
+            for row, documents in enumerate(placed):
+                start = 0
+                for d in documents:
+                    stop = start + document[d].stop - document[d].start
+                    here = (row, slice(start, stop))
+                    readable[here] = valid[document[d]]
+                    clean[here] = np.where(readable[here], text[document[d]], clean[here])
+                    frontiers[here] = np.where(readable[here], noisy[document[d]], frontiers[here])
+                    segments[here], cotangent[here] = d + 1, weights[document[d]]
+                    start = stop
+            return cotangent, clean.reshape(2, -1), frontiers, segments, readable.reshape(2, -1), readable
+
+        self.packed, self.apart = rows((0, 1), ()), rows((0,), (1,))
+
+    def expected(self, arguments):
+        _, clean, frontiers, segments, _, valid = arguments
+        model = self.model
+        return np.array(
+            [
+                reference.row_logits(
+                    model.reference_params, model.config, VOCAB, *row, np.arange(model.blocks), seg, frontier_valid=ok
+                )
+                for *row, seg, ok in zip(clean, frontiers, segments, valid, strict=True)
+            ]
+        )
+
+
+@parametrize(MAIN)
+def test_T10_T11_packed_and_ragged_rows_equal_the_documents_alone(name, dtype):
+    """Logits of every valid position = the reference of that document, whose last block is cut to its valid tokens."""
+    model = case(name, dtype)
+    rows = Packed(model)
+    packed, packed_gradient = model.gradient(*rows.packed)
+    apart, apart_gradient = model.gradient(*rows.apart)
+    model.close(packed, rows.expected(rows.packed))
+    model.close(apart, rows.expected(rows.apart))
+    assert np.isfinite(packed).all() and np.isfinite(apart).all()
+    for (path, together), (_, alone) in zip(leaves(packed_gradient), leaves(apart_gradient), strict=True):
+        bound = 1e-10 * max(1.0, np.abs(alone).max())
+        assert np.isfinite(together).all() and np.abs(together - alone).max() <= bound, path
+        assert np.abs(alone).max() > 1e-6, path
+
+
+@parametrize(MAIN)
+def test_T10_document_1_moves_document_2_by_exactly_nothing(name, dtype):
+    model = case(name, dtype)
+    rows = Packed(model)
+    cotangent, clean, frontiers, *masks = rows.packed
+    before, _ = model.gradient(*rows.packed)
+    clean, frontiers = clean.copy(), frontiers.copy()
+    clean[0, : rows.first * model.config.block_size] = 7
+    frontiers[0, : rows.first] = 8
+    after, _ = model.gradient(cotangent, clean, frontiers, *masks)
+    assert np.array_equal(before[0, rows.first :], after[0, rows.first :])
+    assert np.abs(before[0, : rows.first] - after[0, : rows.first]).max() > 1e-3
+
+
+@parametrize(MAIN)
+def test_T11_what_stands_in_pads_changes_no_valid_bit(name, dtype):
+    model = case(name, dtype)
+    cotangent, clean, frontiers, segments, clean_valid, valid = Packed(model).packed
+    before, gradient_before = model.gradient(cotangent, clean, frontiers, segments, clean_valid, valid)
+    clean = np.where(clean_valid, clean, (clean + 31) % VOCAB).astype(np.int32)
+    frontiers = np.where(valid, frontiers, (frontiers + 31) % VOCAB).astype(np.int32)
+    after, gradient_after = model.gradient(cotangent, clean, frontiers, segments, clean_valid, valid)
+    assert np.array_equal(before[valid], after[valid])
+    for (path, one), (_, other) in zip(leaves(gradient_before), leaves(gradient_after), strict=True):
+        assert np.array_equal(one, other), path
+
+
+@parametrize([name for name in MAIN if MAIN[name][0].block_size > 1])
+def test_T11_denoise_of_a_ragged_block_equals_the_cut_block(name, dtype):
+    model = case(name, dtype)
+    size = model.config.block_size
+    count = 1 + np.arange(model.blocks) % (size - 1)
+    logits = model.denoise(model.noisy[0], model.prefixes, np.arange(size) < count[:, None])
+    for k, r in enumerate(count):
+        model.close(logits[k, :r], model.reference(model.texts[0, : k * size], model.noisy[0, k, :r]))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in ("AM-bidirectional", "AMMMMM-causal")]
+)
+def test_T11_a_row_of_pads_is_finite_in_bfloat16(name):
+    """Forward and backward, with a cotangent on every logit, pads included."""
+    model = case(name, "bfloat16")
+    blocks, size = model.blocks, model.config.block_size
+    segments, clean_valid = np.zeros((2, blocks), np.int32), np.zeros((2, model.length), bool)
+    cotangent = np.ones((2, blocks, size, VOCAB), np.float32)
+    segments[1], clean_valid[1] = 1, True  # row 0 is all pads, row 1 one whole document
+    frontier_valid = clean_valid.reshape(2, blocks, size)
+    logits, gradient = model.gradient(cotangent, model.texts, model.noisy, segments, clean_valid, frontier_valid)
+    assert np.isfinite(logits).all()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
