@@ -97,7 +97,7 @@ def _evaluate(arguments):
 
 
 def _load_run(arguments):
-    """The trained run of a folder. Flags become overrides; all are checked before JAX starts: errors are instant."""
+    """The trained run of a folder. Flags become overrides; all are read before JAX starts, so errors are instant."""
     verb = VERBS[arguments.verb]
     flags = {f"{verb.section}.{flag}": getattr(arguments, flag) for flag in verb.flags}
     overrides = [*arguments.overrides, *(f"{key}={value}" for key, value in flags.items() if value is not None)]
@@ -107,9 +107,9 @@ def _load_run(arguments):
                 f"command line: '{override}' would not change a trained run; "
                 f"{arguments.verb} takes keys of sampling, evaluation and kernels"
             )
-    if not (Path(arguments.run) / "config.yaml").is_file():
-        raise UserError(f"{arguments.run}: is not a run folder: it holds no config.yaml (diffjax train makes one)")
-    load_config(Path(arguments.run) / "config.yaml", overrides)
+    stored = Path(arguments.run) / "config.yaml"
+    if stored.is_file():
+        load_config(stored, overrides)
     from diffjax.run import load_run
 
     return load_run(arguments.run, overrides)

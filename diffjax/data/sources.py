@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import sysconfig
 import zlib
 from collections import Counter
@@ -40,7 +41,10 @@ def list_files(data: DataConfig) -> list[SourceFile]:
     """
     if data.source == "python_stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        found = [p for p in root.rglob("*.py") if not STDLIB_EXCLUDED.intersection(p.relative_to(root).parts[:-1])]
+        found = []
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = [name for name in subfolders if name not in STDLIB_EXCLUDED]  # site-packages can be huge
+            found += [Path(folder, name) for name in names if name.endswith(".py")]
         if not found:
             raise UserError(f"data.source python_stdlib: this Python keeps no source files in {root}")
         return _named(found, root)

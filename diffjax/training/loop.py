@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,9 +15,8 @@ from diffjax.data.batch import Batch
 from diffjax.errors import GuardStop, Preempted, UserError
 from diffjax.parallel import mesh as mesh_lib
 from diffjax.training.checkpoint import Checkpoints
-from diffjax.training.feed import Feed
 from diffjax.training.journal import Journal
-from diffjax.training.start import check_resume, describe, find_start
+from diffjax.training.start import describe, find_start, stored_meta
 from diffjax.training.step import compile_step, donated_share, make_init, make_train_step, state_shardings
 from diffjax.training.stop import StopRequest
 from diffjax.training.tracking import Progress, Trackers, cut_records
@@ -33,6 +33,7 @@ class Job:
     batch       the abstract global batch
     evaluate    (params, should_stop) -> record of held-out numbers, or None when it was cut off
     identities  {"corpus": text, "tokenizer": text}, compared on resume
+    notes       anything else for the checkpoints' meta
     """
 
     config: Config
@@ -44,6 +45,7 @@ class Job:
     batch: Batch
     identities: dict[str, str]
     evaluate: Callable[[dict, Callable[[], bool]], dict | None] = lambda params, should_stop: {}
+    notes: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,10 @@ def fit(job: Job) -> Outcome:
     with StopRequest() as stop, jax.set_mesh(mesh):
         checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint)
         try:
-            meta = checkpoints.newest_meta()
-            if meta is not None:
-                check_resume(meta, config, job.identities, config.run.dir, print)
-                if meta["step"] >= steps:
-                    print(f"already at step {meta['step']} of {steps}; a larger training.steps continues")
-                    return Outcome(meta["step"], None, meta["tokens_seen"])
+            meta = stored_meta(config, job.identities, print)
+            if meta is not None and meta["step"] >= steps:
+                print(f"already at step {meta['step']} of {steps}; a larger training.steps continues")
+                return Outcome(meta["step"], None, meta["tokens_seen"])
 
             train_step = make_train_step(config, job.objective, job.draw_noise, mesh, param_placement)
             step_fn = _compile(train_step, abstract, placement, job, whole)
@@ -101,12 +101,7 @@ def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) 
     leaf_paths = mesh_lib.paths(start.state["params"])
     journal = Journal(config, run_dir, trackers, progress, leaf_paths, start.tokens_seen)
     rows = mesh_lib.batch_sharding(job.mesh)
-    feed = Feed(
-        lambda step: mesh_lib.global_batch(lambda numbers: job.read_rows(step, numbers), training.batch_size, rows),
-        start.step,
-        steps,
-    )
-    about = {**describe(config, job.identities), "config_hash": config_hash(config)}
+    about = {**job.notes, **describe(config, job.identities), "config_hash": config_hash(config)}
     state, done = start.state, start.step
     del start  # the first step overwrites its buffers
 
@@ -133,7 +128,7 @@ def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) 
                 raise Preempted(f"{stop.reason}: stopped at step {done} of {steps}; the state is saved")
             if done == steps:
                 break
-            batch = feed(done)
+            batch = mesh_lib.global_batch(partial(job.read_rows, done), training.batch_size, rows)
             with jax.transfer_guard("disallow"):
                 state, metrics = step_fn(state, batch)
             journal.send(done, metrics)
@@ -141,7 +136,6 @@ def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) 
         save(wait=True)
         return Outcome(done, state, journal.tokens_seen)
     finally:
-        feed.close()
         progress.close()
         trackers.close()
 

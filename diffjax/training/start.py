@@ -1,6 +1,7 @@
 """Where a run starts from: its own folder, another run's checkpoint, or scratch, in this order; and what forbids it."""
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,19 @@ class Start(NamedTuple):
     source: str
 
 
+def stored_meta(config: Config, identities: dict, say: Callable[[str], None]) -> dict | None:
+    """The meta of the checkpoint that the run folder would go on from, compared with this run; None for a new run."""
+    folder = Path(config.run.dir) / "checkpoints"
+    if not folder.is_dir():
+        return None
+    checkpoints = Checkpoints(folder)
+    meta = checkpoints.newest_meta()
+    checkpoints.close()
+    if meta is not None:
+        check_resume(meta, config, identities, config.run.dir, say)
+    return meta
+
+
 def check_resume(meta: dict, config: Config, identities: dict, where: str, say: Callable[[str], None]) -> None:
     """Compare a checkpoint's config and data with this run's: free changes pass, others are told, the rest refused."""
     _, warned, refused = resume_diff(meta["config"], config)
@@ -41,10 +55,9 @@ def check_resume(meta: dict, config: Config, identities: dict, where: str, say: 
         )
     for key, old, new in warned:
         say(f"changed since the checkpoint: {key}: {old} -> {new}")
-    for name, version in meta.get("versions", {}).items():
-        now = package_versions().get(name)
-        if version != now:
-            say(f"changed since the checkpoint: {name} {version} -> {now}")
+    for name, now in package_versions().items():
+        if meta["versions"].get(name) != now:
+            say(f"changed since the checkpoint: {name} {meta['versions'].get(name)} -> {now}")
 
 
 def find_start(
@@ -116,8 +129,6 @@ def _check_weights(meta: dict, config: Config, identities: dict, name: str) -> N
 
 def package_versions() -> dict[str, str]:
     """Versions of the packages whose behaviour a run depends on."""
-    from importlib.metadata import version
-
     return {name: version(name) for name in ("diffjax", "jax", "optax", "orbax-checkpoint", "grain")}
 
 

@@ -437,3 +437,9 @@ def test_the_sample_follows_from_the_set_of_documents():
 
 def test_the_sample_takes_the_beginning_of_a_long_document():
     assert sample_documents(["x" * 5000], 0.0, 1600) == ["x" * 100]
+
+
+def test_preparing_imports_neither_jax_nor_grain():
+    code = "import sys, diffjax.data.prepare; print({'jax', 'grain', 'pyarrow'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -7,25 +7,7 @@ import numpy as np
 
 from diffjax.config import Config
 
-WORDS = [
-    "def",
-    "return",
-    "self",
-    "for",
-    "in",
-    "if",
-    "the",
-    "value",
-    "of",
-    "x",
-    "name",
-    "token",
-    "=",
-    "(",
-    "):",
-    ".",
-    ",",
-]
+WORDS = ["def", "return", "self", "for", "in", "if", "the", "value", "of", "x", "name", "token", "=", "(", "):", "."]
 
 
 def random_text(generator: np.random.Generator, words: int) -> str:

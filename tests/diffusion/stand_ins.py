@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffjax.data.batch import Batch
+from diffjax.diffusion.corruption import draw
 
 MASK_LOGIT = 3.0
+
+compiled_draw = jax.jit(draw, static_argnames=("objective", "rows_per_step"))
 
 
 def make_batch(tokens, block_size, valid=None, scored=None, segments=None, row=None):

@@ -1,6 +1,6 @@
 """The law of the noise: who is a frontier, at which rate, what is hidden, and that nothing else has a say."""
 
-from functools import lru_cache
+from functools import partial
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ import pytest
 
 from diffjax.config import ObjectiveConfig
 from diffjax.diffusion.corruption import MASK, RATE, corrupt, draw, select_frontiers
-from tests.diffusion.stand_ins import make_batch
+from tests.diffusion.stand_ins import compiled_draw, make_batch
 
 BLOCKS, SIZE, ROWS = 6, 4, 8
 MASK_ID = 4
@@ -25,10 +25,9 @@ def ragged_batch(rows=ROWS, seed=0):
     return make_batch(np.where(valid, rng.integers(5, 30, (rows, length)), 0), SIZE, valid, scored)
 
 
-@lru_cache
 def drawer(rows_per_step=ROWS, **objective):
-    config = ObjectiveConfig(**objective)
-    return jax.jit(lambda seed, step, batch: draw(config, seed, step, batch, rows_per_step))
+    """(seed, step, batch) -> Noise, compiled once for an objective and a shape."""
+    return partial(compiled_draw, ObjectiveConfig(**objective), rows_per_step=rows_per_step)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 5, 8])

@@ -10,18 +10,15 @@ import numpy as np
 import pytest
 
 from diffjax.config import MambaConfig, ModelConfig, ObjectiveConfig
-from diffjax.diffusion.corruption import draw
 from diffjax.diffusion.likelihood import block_nats, count_queries, oracle_queries
 from diffjax.diffusion.objectives import block_diffusion
 from diffjax.models.denoiser import Denoiser
 from tests import reference
-from tests.diffusion.stand_ins import make_batch
+from tests.diffusion.stand_ins import compiled_draw, make_batch
 from tests.models.cases import randomise
 
 LENGTH, VOCAB, MASK, BOS = 12, 37, 4, 1
 MODEL = ModelConfig(
-    pattern="AM",
-    layers=2,
     width=16,
     heads=2,
     kv_heads=1,
@@ -47,11 +44,13 @@ class Family:
 
     block_size: int
     objective: ObjectiveConfig
+    pattern: str = "A"
     prefix: str = "bidirectional"
 
     @cached_property
     def denoiser(self):
-        return Denoiser(replace(MODEL, block_size=self.block_size, prefix=self.prefix), vocab_size=VOCAB)
+        shape = {"pattern": self.pattern, "layers": len(self.pattern), "prefix": self.prefix}
+        return Denoiser(replace(MODEL, block_size=self.block_size, **shape), vocab_size=VOCAB)
 
     @cached_property
     def params(self):
@@ -71,7 +70,7 @@ class Family:
         return jax.jit(self.objective_function)
 
     def noise(self, step, batch):
-        return jax.jit(draw, static_argnums=(0, 4))(self.objective, 0, step, batch, len(batch.row))
+        return compiled_draw(self.objective, 0, step, batch, len(batch.row))
 
     def loss(self, batch, noise):
         return self.compiled(self.params, batch, noise)
@@ -112,11 +111,11 @@ def double_precision():
 
 FULLY_MASKED = ObjectiveConfig(mask_rate=(1.0, 1.0))
 FAMILIES = {
-    "autoregressive": Family(1, FULLY_MASKED, "causal"),
-    "full-sequence": Family(LENGTH, ObjectiveConfig(frontiers=1)),
+    "autoregressive": Family(1, FULLY_MASKED, "AM", "causal"),
+    "full-sequence": Family(LENGTH, ObjectiveConfig(frontiers=1), "M"),
     "bd3lm": Family(4, ObjectiveConfig(frontiers="all")),
-    "seed": Family(4, ObjectiveConfig(frontiers=1, weighting="uniform")),
-    "two-frontiers": Family(2, ObjectiveConfig(frontiers=2), "causal"),
+    "seed": Family(4, ObjectiveConfig(frontiers=1, weighting="uniform"), "M"),
+    "two-frontiers": Family(2, ObjectiveConfig(frontiers=2), "M", "causal"),
 }
 
 
@@ -188,7 +187,7 @@ def test_nelbo_of_the_denoiser_is_the_sum_over_all_masks():
 
 
 def test_next_token_loss_is_that_of_the_causal_stream():
-    family = Family(4, ObjectiveConfig(autoregressive=1.0), "causal")
+    family = Family(4, ObjectiveConfig(autoregressive=1.0), "AM", "causal")
     batch = text_rows(4)
     noise = family.noise(0, batch)
     loss, _, metrics = family.loss(batch, noise)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from diffjax.config import ObjectiveConfig
-from diffjax.diffusion.corruption import Noise, draw, select_frontiers
+from diffjax.diffusion.corruption import Noise, select_frontiers
 from diffjax.diffusion.objectives import block_diffusion, cross_entropy
-from tests.diffusion.stand_ins import MarkovPosterior, TableDenoiser, all_texts, make_batch
+from tests.diffusion.stand_ins import MarkovPosterior, TableDenoiser, all_texts, compiled_draw, make_batch
 
 DENOISER = TableDenoiser(3)
 BLOCKS = 4
@@ -51,7 +51,7 @@ PARAMS = float32(DENOISER.init())
 
 
 def all_noise(batch, **objective):
-    return jax.jit(lambda batch: draw(ObjectiveConfig(**objective), 0, 4, batch, len(batch.row)))(batch)
+    return compiled_draw(ObjectiveConfig(**objective), 0, 4, batch, len(batch.row))
 
 
 def log_softmax(logits):

@@ -120,8 +120,12 @@ def make_job(config: Config, devices=None, **changes) -> Job:
     return dataclasses.replace(job, **changes)
 
 
+def by_step(run_dir, name: str) -> dict[int, float]:
+    return {r["step"]: r["value"] for r in records(run_dir / "metrics.jsonl") if r["name"] == name}
+
+
 def losses(run_dir) -> dict[int, float]:
-    return {r["step"]: r["value"] for r in records(run_dir / "metrics.jsonl") if r["name"] == "train/loss"}
+    return by_step(run_dir, "train/loss")
 
 
 def records(path) -> list[dict]:

@@ -1,0 +1,307 @@
+"""Train, evaluate, sample, load a run: the parts wired together. The verbs of the command line call these functions.
+
+A run folder holds config.yaml (resolved), tokenizer.model, metrics.jsonl, rejects.jsonl (when a step was rejected),
+checkpoints/, samples/ and summary.json.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import resource
+import shlex
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from diffjax.config import Config, dump_yaml, load_config, validate
+from diffjax.data.batch import Batch
+from diffjax.data.corpus import Corpus
+from diffjax.data.loader import TrainLoader, held_out_batches, held_out_indices
+from diffjax.data.prepare import prepare
+from diffjax.data.tokenizer import Tokenizer
+from diffjax.diffusion.corruption import draw
+from diffjax.diffusion.objectives import block_diffusion
+from diffjax.errors import Preempted, UserError
+from diffjax.evaluation.likelihood import evaluate_likelihood
+from diffjax.models.denoiser import Denoiser
+from diffjax.parallel.mesh import batch_sharding, make_mesh
+from diffjax.sampling.generate import Generation, generate, sampler
+from diffjax.training.checkpoint import Checkpoints
+from diffjax.training.loop import Job, fit
+from diffjax.training.start import stored_meta, weights_entry
+from diffjax.training.tracking import duration, is_first_process, plain, read_metric
+
+NELBO = "eval/nelbo_nats_per_token"
+UNIGRAM = "eval/unigram_nats_per_token"
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How training ended: the step reached, the run folder, and the numbers of summary.json."""
+
+    step: int
+    dir: str
+    summary: dict
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trained run, ready to evaluate and sample. `params` are the averaged weights where the run kept them."""
+
+    dir: Path
+    config: Config
+    tokenizer: Tokenizer
+    denoiser: Denoiser
+    params: dict
+    step: int
+    meta: dict
+
+
+def train(config: Config, *, resume_command: str | None = None) -> TrainResult:
+    """Train to `training.steps` in `run.dir`, going on from the checkpoint there if it holds one.
+
+    resume_command is the command line that made `config`, shown where the same command goes on.
+    Raises UserError, GuardStop (the guard gave up, state saved) and Preempted (asked to stop, state saved).
+    """
+    validate(config)
+    sampler(config.sampling, config.model.block_size)  # a bad key is better told now than after the last step
+    run_dir = Path(config.run.dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(run_dir), _precision(config):
+        config = _with_id(config, run_dir)
+        meta = stored_meta(config, {}, lambda text: None)
+        if meta is not None and meta["step"] >= config.training.steps:
+            print(f"already at step {meta['step']} of {config.training.steps}; a larger training.steps continues")
+            return TrainResult(meta["step"], str(run_dir), _read_summary(run_dir))
+        began = time.monotonic()
+        corpus = prepare(config)
+        held_out_indices(corpus, config.evaluation.rows)  # raises where nothing is held out
+        job = _job(config, corpus, make_mesh(config.mesh))
+        with TrainLoader(corpus, config) as loader:
+            try:
+                outcome = fit(dataclasses.replace(job, read_rows=loader.rows))
+            except Preempted as stop:
+                again = resume_command or "the same call"
+                raise Preempted(f"{stop}. To go on: {again}") from None
+        weights = outcome.state.get("ema", outcome.state["params"])
+        text = _write_samples(config, job.denoiser, corpus, weights, outcome.step)
+        summary = _summary(config, run_dir, outcome, weights, time.monotonic() - began)
+        _write(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        _print_end(config, summary, text, resume_command)
+        return TrainResult(outcome.step, str(run_dir), summary)
+
+
+def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
+    tokenizer, data, run_dir = corpus.tokenizer, config.data, Path(config.run.dir)
+    denoiser = Denoiser(config.model, vocab_size=tokenizer.vocab_size, kernels=config.kernels)
+    rows, length = config.training.batch_size, data.sequence_length
+
+    def draw_noise(step, batch):
+        return draw(config.objective, config.run.seed, step, batch, rows)
+
+    def evaluate_now(params, should_stop):
+        try:
+            return _likelihood(config, denoiser, params, corpus, mesh, should_stop)
+        except FloatingPointError as error:
+            print(f"WARNING: {error}", file=sys.stderr)
+            return {NELBO: float("nan")}
+
+    _write(run_dir / "config.yaml", dump_yaml(config))
+    _write(run_dir / "tokenizer.model", tokenizer.model_bytes)
+    arrays = [((length,), np.int32), ((length // config.model.block_size,), np.int32)]
+    arrays += [((length,), np.bool_), ((length,), np.bool_), ((), np.int32)]
+    return Job(
+        config=config,
+        mesh=mesh,
+        denoiser=denoiser,
+        objective=block_diffusion(denoiser, config.objective, tokenizer.mask_id, data.tail),
+        draw_noise=draw_noise,
+        read_rows=None,
+        batch=Batch(*(jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in arrays)),
+        identities={"corpus": corpus.identity, "tokenizer": tokenizer.identity},
+        evaluate=evaluate_now,
+        notes={"corpus_folder": str(corpus.directory.absolute())},
+    )
+
+
+def load_run(folder, overrides=()) -> Run:
+    """The newest good checkpoint of a run folder on one device, with its config (and `section.key=value` overrides).
+
+    Raises UserError when the folder is no run, its checkpoint cannot be read or the config does not fit it.
+    """
+    run_dir = Path(folder)
+    if not (run_dir / "config.yaml").is_file():
+        raise UserError(f"{run_dir}: is not a run folder: it holds no config.yaml (diffjax train makes one)")
+    config = load_config(run_dir / "config.yaml", overrides)
+    tokenizer = Tokenizer.load(run_dir / "tokenizer.model")
+    denoiser = Denoiser(config.model, vocab_size=tokenizer.vocab_size, kernels=config.kernels)
+    checkpoints = Checkpoints(run_dir / "checkpoints", report=lambda text: print(text, file=sys.stderr))
+    with _precision(config):
+        device = SingleDeviceSharding(jax.devices()[0])
+        params = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), denoiser.abstract_params()
+        )
+        try:
+            meta = checkpoints.newest_meta()
+            entry = "params" if meta is None else weights_entry(meta)
+            restored = None if meta is None else checkpoints.restore({entry: params})
+        finally:
+            checkpoints.close()
+    if restored is None:
+        raise UserError(f"{run_dir}: holds no complete checkpoint yet; train it first")
+    if restored.meta["tokenizer"] != tokenizer.identity:
+        raise UserError(f"{run_dir / 'tokenizer.model'} is not the tokenizer that the checkpoint was trained with")
+    return Run(run_dir, config, tokenizer, denoiser, restored.state[entry], restored.step, restored.meta)
+
+
+def evaluate(run: Run, **keys) -> dict:
+    """Held-out likelihood of a run, printed and returned; `keys` replace keys of its `evaluation` section."""
+    config = dataclasses.replace(run.config, evaluation=dataclasses.replace(run.config.evaluation, **keys))
+    corpus = _corpus_of(run)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "fsdp"))
+    with _precision(config):
+        record = _likelihood(config, run.denoiser, run.params, corpus, mesh)
+    error = "" if record["mc_se"] is None else f" +- {record['mc_se']:.4f}"
+    print(f"{run.dir} at step {run.step}: {record['tokens_scored']:,} held-out tokens, estimator {record['estimator']}")
+    print(f"NELBO {record['bound']} {record[NELBO]:.4f}{error} nats/token (unigram {record[UNIGRAM]:.4f})")
+    if record["eval/bpb_bound"] is None:
+        print(f"bits/byte not given: {record['bpb_reason']}")
+    else:
+        print(f"      {record['bound']} {record['eval/bpb_bound']:.4f} bits/byte")
+    return {"run": str(run.dir), "step": run.step, **record}
+
+
+def sample(
+    run: Run, prompts: list[str], *, on_block: Callable[[int, str], None] | None = None, **keys
+) -> list[Generation]:
+    """Continue the prompts; `keys` replace keys of the run's `sampling` section. See `diffjax.sampling.generate`."""
+    sampling = dataclasses.replace(run.config.sampling, **keys)
+    with _precision(run.config):
+        return generate(run.denoiser, run.params, run.tokenizer, prompts, sampling, on_block=on_block)
+
+
+def _likelihood(config, denoiser, params, corpus: Corpus, mesh: Mesh, should_stop=lambda: False) -> dict | None:
+    rows = batch_sharding(mesh)
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    size = -(-config.evaluation.batch_size // parts) * parts  # the next size that splits over the devices
+    return evaluate_likelihood(
+        denoiser,
+        params,
+        held_out_batches(corpus, size, config.evaluation.rows),
+        tokenizer=corpus.tokenizer,
+        evaluation=config.evaluation,
+        mask_id=corpus.tokenizer.mask_id,
+        tail=config.data.tail,
+        packing=config.data.packing,
+        unigram=corpus.unigram(),
+        should_stop=should_stop,
+        place=lambda batch: jax.device_put(batch, rows),
+    )
+
+
+def _corpus_of(run: Run) -> Corpus:
+    """The corpus the run was trained on: where it lay then, or prepared again from the config."""
+    folder = Path(run.meta["corpus_folder"])
+    corpus = Corpus.open(folder) if folder.is_dir() else prepare(run.config)
+    if corpus.identity != run.meta["corpus"]:
+        raise UserError(f"the corpus {corpus.directory} is not the one that {run.dir} was trained on")
+    return corpus
+
+
+def _write_samples(config: Config, denoiser, corpus: Corpus, params, step: int) -> str:
+    """Write an unprompted and two prompted samples to samples/, the prompts from held-out text; return the last."""
+    batch = next(held_out_batches(corpus, 2, 2))
+    opening = [row[valid][: denoiser.block_size + 1] for row, valid in zip(batch.tokens, batch.valid, strict=True)]
+    prompts = ["", *(corpus.tokenizer.decode([int(token) for token in row]) for row in opening if len(row))]
+    results = generate(denoiser, params, corpus.tokenizer, prompts, config.sampling)
+    folder = Path(config.run.dir) / "samples"
+    folder.mkdir(exist_ok=True)
+    texts = [f"{prompt}|{result.text}" for prompt, result in zip(prompts, results, strict=True)]
+    _write(folder / f"step_{step:06d}.txt", "\n\n--------\n\n".join(texts) + "\n")
+    return texts[-1]
+
+
+def _summary(config: Config, run_dir: Path, outcome, params, seconds: float) -> dict:
+    held_out = read_metric(run_dir, NELBO)
+    unigram = read_metric(run_dir, UNIGRAM)
+    kilobytes = 1 if sys.platform == "darwin" else 1024
+    return {
+        "run_id": config.run.id,
+        "step": outcome.step,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "tokens_seen": outcome.tokens_seen,
+        "seconds": round(seconds, 1),
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes,
+        "unigram_nats_per_token": plain(unigram[-1][1]) if unigram else None,
+        "first_nelbo_nats_per_token": plain(held_out[0][1]) if held_out else None,
+        "last_nelbo_nats_per_token": plain(held_out[-1][1]) if held_out else None,
+    }
+
+
+def _read_summary(run_dir: Path) -> dict:
+    path = run_dir / "summary.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _print_end(config: Config, summary: dict, text: str, command: str | None) -> None:
+    numbers = [summary[f"{name}_nats_per_token"] for name in ("unigram", "first_nelbo", "last_nelbo")]
+    unigram, first, last = ("-" if n is None else f"{float(n):.4f}" for n in numbers)
+    memory = summary["peak_memory_bytes"] / 2**30
+    print(f"step {summary['step']} reached in {duration(summary['seconds'])}, peak memory {memory:.1f} GiB")
+    print(f"held-out nats/token: unigram {unigram}, NELBO at the start <= {first}, at the end <= {last}")
+    print(f"a sample (prompt|continuation; more in {config.run.dir}/samples):\n{text}\n")
+    print(f"sample:    diffjax sample {shlex.quote(config.run.dir)} --prompt 'def main('")
+    print(f"evaluate:  diffjax evaluate {shlex.quote(config.run.dir)}")
+    if command is not None:
+        words = [word for word in shlex.split(command) if not word.startswith("training.steps=")]
+        print(f"go on:     {shlex.join([*words, f'training.steps={2 * config.training.steps}'])}")
+
+
+def _with_id(config: Config, run_dir: Path) -> Config:
+    """The config with its run id: the given one, the folder's, or a new one. Trackers never choose it."""
+    identity, stored = config.run.id, run_dir / "config.yaml"
+    if identity is None and stored.is_file():
+        identity = load_config(stored).run.id
+    identity = identity or uuid.uuid4().hex[:8]
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, id=identity))
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run folder: two processes that train in one folder would overwrite each other. Freed by any death."""
+    with open(run_dir / ".lock", "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise UserError(
+                f"{run_dir} is in use by another training process ({file.read().strip()}); choose another run.dir"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.flush()
+        yield
+
+
+def _precision(config: Config) -> contextlib.AbstractContextManager:
+    """64-bit numbers for a float64 model, and no change otherwise."""
+    return jax.enable_x64(True) if config.model.dtype == "float64" else contextlib.nullcontext()
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all; the first process does."""
+    if not is_first_process():
+        return
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    temporary.replace(path)
