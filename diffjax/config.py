@@ -258,7 +258,7 @@ _RANGES = (
         "data.sequence_length training.steps training.batch_size training.microbatches training.log_every "
         "training.evaluate_every training.checkpoint_every optimizer.schedule_steps guard.spike_window "
         "guard.max_consecutive checkpoint.keep_last checkpoint.keep_every evaluation.rows evaluation.batch_size "
-        "evaluation.samples evaluation.replicates sampling.steps sampling.blocks",
+        "evaluation.samples evaluation.replicates sampling.steps sampling.blocks data.tokenizer.sample_bytes",
     ),
     (
         lambda value: value >= 0,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diffjax.config import Config, config_hash, dump_yaml, load_config, resume_diff, to_dict, validate
+from diffjax.config import _RANGES, Config, config_hash, dump_yaml, load_config, resume_diff, to_dict, validate
 from diffjax.config_loading import edit_distance, flatten, leaf_fields
 from diffjax.errors import UserError
 
@@ -555,6 +555,15 @@ def test_resume_diff_of_a_config_from_another_version():
     assert resume_diff(old, Config()) == ([], [("optimizer.nesterov", True, None)], [])
     changed = dataclasses.replace(Config(), model=dataclasses.replace(Config().model, qk_norm=True))
     assert resume_diff(old, changed)[2] == [("model.qk_norm", False, True)]
+
+
+def test_every_number_has_a_range():
+    ranged = {name for _, _, names in _RANGES for name in names.split()}
+    numbers = {
+        name for name, field in leaf_fields(Config).items() if field.type in (int, float, int | None, float | None)
+    }
+    assert numbers - ranged == set()
+    assert ranged <= leaf_fields(Config).keys()
 
 
 def test_defaults_obey_the_rules():

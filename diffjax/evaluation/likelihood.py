@@ -38,9 +38,9 @@ def evaluate_likelihood(
     place        puts a batch of host arrays on the devices
 
     eval/nelbo_nats_per_token, eval/ppl_bound and eval/bpb_bound are upper bounds (`bound` "<="). With block size 1 they
-    are exact (`bound` "=") and eval/nll_nats_per_token repeats the first. Standard errors, in nats per token: `mc_se` of
-    the masks drawn, from the replicates (None with one replicate, 0 where nothing is drawn); `document_se` of the choice
-    of documents, from their spread (pieces of documents as packed; whole rows with `concat` packing).
+    are exact (`bound` "=") and eval/nll_nats_per_token repeats the first. Standard errors, in nats per token: `mc_se`
+    of the masks drawn, from the replicates (None with one replicate, 0 where nothing is drawn); `document_se` of the
+    choice of documents, from their spread (pieces of documents as packed; whole rows with `concat` packing).
 
     Bits per byte divides the nats of all scored tokens, ends of text among them, by the UTF-8 bytes of the scored text.
     A token is real when it stands for text (`byte_lengths` above 0). Where the scored tokens are not the real ones and

@@ -128,6 +128,15 @@ def test_T13_noise_of_some_rows_is_that_of_the_whole_step(frontiers):
         np.testing.assert_array_equal(text, all_rows)
 
 
+def test_T13_noise_is_the_same_on_a_mesh():
+    batch = ragged_batch()
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    spread = drawer(frontiers=2)(0, 3, jax.device_put(batch, rows))
+    for part, whole in zip(*map(jax.tree.leaves, (spread, drawer(frontiers=2)(0, 3, batch))), strict=True):
+        np.testing.assert_array_equal(part, whole)
+
+
 def test_seed_and_step_change_the_noise():
     batch = ragged_batch()
     draws = [np.asarray(drawer(frontiers="all")(seed, step, batch).masked) for seed, step in [(0, 0), (0, 1), (1, 0)]]

@@ -61,7 +61,9 @@ def dense(q, k, v, mask, own=None):
     if own is not None:
         own_k, own_v, own_valid = own
         batch, frontiers, size = own_valid.shape
-        flat = lambda a: jnp.repeat(a.reshape(batch, frontiers * size, KV_HEADS, -1), HEADS // KV_HEADS, axis=2)  # noqa: E731
+        def flat(a):
+            return jnp.repeat(a.reshape(batch, frontiers * size, KV_HEADS, -1), HEADS // KV_HEADS, axis=2)
+
         scores = jnp.concatenate([scores, jnp.einsum("bshp,bthp->bhst", q, flat(own_k)) / np.sqrt(CHANNELS)], -1)
         values = jnp.concatenate([values, flat(own_v)], 1)
         block = np.arange(frontiers * size) // size

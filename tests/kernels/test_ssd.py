@@ -117,7 +117,9 @@ def close_gradients(gradient, function, point, cotangents):
     for name, array in point.items():
         direction = {other: np.zeros_like(value) for other, value in point.items()}
         direction[name] = rng.standard_normal(array.shape)
-        total = lambda p: sum((c * v).sum() for c, v in zip(cotangents, function(p), strict=True))  # noqa: E731
+        def total(p):
+            return sum((c * v).sum() for c, v in zip(cotangents, function(p), strict=True))
+
         expected = reference.derivative(total, point, direction)
         terms = np.asarray(gradient[name]) * direction[name]
         assert abs(terms.sum() - expected) <= 1e-10 * max(1.0, np.abs(terms).sum()), name
@@ -233,7 +235,9 @@ def test_T5_all_resets_make_a_scan_of_blocks():
     @jax.jit
     def both():
         y, _ = ssd_scan(x, dt, A, B, C, block_size=4, reset=np.ones_like(reset), chunk=16, backend="xla")
-        fold = lambda a: a.reshape(BATCH, 12, 4, *a.shape[2:])  # noqa: E731
+        def fold(a):
+            return a.reshape(BATCH, 12, 4, *a.shape[2:])
+
         return y, ssd_block(fold(x), fold(dt), A, fold(B), fold(C), backend="xla").reshape(x.shape)
 
     close(*both())
@@ -294,7 +298,9 @@ def test_T11_dt_zero_leaves_states_to_the_bit(dtype, backend):
 
 @jax.jit
 def scan_and_reverse_gradient(x, dt, A, B, C):
-    fold = lambda a: a.reshape(BATCH, 2, 32, *a.shape[2:])  # noqa: E731
+    def fold(a):
+        return a.reshape(BATCH, 2, 32, *a.shape[2:])
+
 
     def total(x, dt, A, B, C):
         x = 1e3 * x
@@ -335,7 +341,9 @@ def test_T5_float32_bars():
     cotangents = tuple(np.random.default_rng(6).standard_normal(v.shape) for v in expected)
     with jax.enable_x64(True):
         _, exact = gradients(arrays, cotangents, reset, 4, 16, "xla")  # held to the loop by the tests above
-    low = lambda tree: jax.tree.map(lambda a: np.asarray(a, np.float32), tree)  # noqa: E731
+    def low(tree):
+        return jax.tree.map(lambda a: np.asarray(a, np.float32), tree)
+
     value, gradient = gradients(low(arrays), low(cotangents), reset, 4, 16, "xla")
     for one, other in zip(value, expected, strict=True):
         assert one.dtype == np.float32

@@ -2,7 +2,7 @@
 reference logits, each made once per process."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import jax
 import numpy as np
@@ -105,7 +105,7 @@ class Case:
     config: ModelConfig
     blocks: int
     seed: int
-    kernels: KernelsConfig = KernelsConfig()
+    kernels: KernelsConfig
 
     @property
     def precision(self):
@@ -228,7 +228,7 @@ class Case:
         return difference
 
 
-@lru_cache(maxsize=None)
+@cache
 def case(name, dtype="float64", **kernels):
     """The case of that name in that compute dtype; its weights are the same in every dtype (rounded)."""
     config, blocks = CASES[name]

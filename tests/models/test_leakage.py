@@ -60,7 +60,7 @@ def test_T3_changed_tokens_move_no_bit_of_what_may_not_see_them(name, dtype):
 
 @parametrize(MAIN)
 def test_dropping_any_parameter_moves_the_logits(name, dtype):
-    """A leaf of zeros (of ones for a scale) in place of the trained one is seen by the comparison with the reference."""
+    """A leaf of zeros (of ones for a scale) in place of the true one is seen by the comparison with the reference."""
     model = case(name, dtype)
     paths = [path for path, _ in leaves(model.params)]
     structure = jax.tree.structure(model.params)

@@ -49,13 +49,14 @@ class Packed:
 
         self.packed, self.apart = rows((0, 1), ()), rows((0,), (1,))
 
-    def expected(self, arguments):
+    def expected(self, arguments, params=None):
         _, clean, frontiers, segments, _, valid = arguments
         model = self.model
+        params = model.reference_params if params is None else params
         return np.array(
             [
                 reference.row_logits(
-                    model.reference_params, model.config, VOCAB, *row, np.arange(model.blocks), seg, frontier_valid=ok
+                    params, model.config, VOCAB, *row, np.arange(model.blocks), seg, frontier_valid=ok
                 )
                 for *row, seg, ok in zip(clean, frontiers, segments, valid, strict=True)
             ]
@@ -76,6 +77,32 @@ def test_T10_T11_packed_and_ragged_rows_equal_the_documents_alone(name, dtype):
         bound = 1e-10 * max(1.0, np.abs(alone).max())
         assert np.isfinite(together).all() and np.abs(together - alone).max() <= bound, path
         assert np.abs(alone).max() > 1e-6, path
+
+
+@parametrize(["A-bidirectional", "M-bidirectional", "AM-bidirectional", "AM-causal", "AMMMMM-causal"])
+def test_gradient_equals_reference(name, dtype):
+    """Of sum(cotangent * logits) over a packed, ragged row, along random directions of each kind of parameter."""
+    model = case(name, dtype)
+    rows = Packed(model)
+    _, gradient = model.gradient(*rows.packed)
+    cotangent, valid = rows.packed[0], rows.packed[-1]
+
+    def total(params):
+        return (cotangent[valid] * rows.expected(rows.packed, params)[valid]).sum()
+
+    gradient = reference.as_float64(gradient)
+    paths = [path for path, _ in leaves(gradient)]
+    rng = np.random.default_rng(13)
+    for kinds in (("mixer",), ("embed", "mlp", "norm", "mlp_norm", "mixer_norm", "head")):
+        chosen = [not set(path.split("/")).isdisjoint(kinds) for path in paths]
+        assert any(chosen)
+        direction = jax.tree.unflatten(
+            jax.tree.structure(gradient),
+            [use * rng.standard_normal(g.shape) for use, g in zip(chosen, jax.tree.leaves(gradient), strict=True)],
+        )
+        terms = [(g * d).sum() for g, d in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True)]
+        expected = reference.derivative(total, model.reference_params, direction)
+        assert abs(sum(terms) - expected) <= 1e-9 * max(1.0, np.abs(terms).sum()), (kinds, sum(terms), expected)
 
 
 @parametrize(MAIN)
