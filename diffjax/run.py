@@ -278,7 +278,10 @@ def _with_id(config: Config, run_dir: Path) -> Config:
 
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run folder: two processes that train in one folder would overwrite each other. Freed by any death."""
+    """Hold the run folder, so that no second run trains in it: by its first process, whose death frees it."""
+    if not is_first_process():
+        yield
+        return
     with open(run_dir / ".lock", "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

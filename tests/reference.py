@@ -78,14 +78,21 @@ def hidden_states(params, config, clean, block, embedding=None):
 
 def layers(params, config):
     """(kind, weights) of every layer in order: the stacked repeats of the unit, then the cut last unit."""
-    unit = config.pattern
-    repeats, left = divmod(config.layers, len(unit))
+    repeats, left = divmod(config.layers, len(config.pattern))
     ordered = []
     for repeat in range(repeats):
-        for i, kind in enumerate(unit):
-            ordered.append((kind, pick(params["layers"]["unit"][f"layer_{i}"], repeat)))
-    for i in range(left):
-        ordered.append((unit[i], params["layers"]["tail"][f"layer_{i}"]))
+        ordered += layers_of_unit(pick(params["layers"]["unit"], repeat), config.pattern)
+    return ordered + (layers_of_unit(params["layers"]["tail"], config.pattern[:left]) if left else [])
+
+
+def layers_of_unit(unit, kinds):
+    """Equal neighbours share one entry, named after the first of them and stacked over the run."""
+    ordered = []
+    for i, kind in enumerate(kinds):
+        first = i - len(kinds[:i]) + len(kinds[:i].rstrip(kind))  # where the run of this kind starts
+        alone = (i == 0 or kinds[i - 1] != kind) and (i + 1 == len(kinds) or kinds[i + 1] != kind)
+        weights = unit[f"layer_{first}"]
+        ordered.append((kind, weights if alone else pick(weights, i - first)))
     return ordered
 
 

@@ -45,6 +45,7 @@ def block_attention(
         block_size tokens. "frontiers": frontier f is block f, and reads no key of block f or later.
 
     Returns:
-      [B, S, Hq, P] in q.dtype; 0 with finite gradients where a query has no key. Scores and softmax are at least float32.
+      [B, S, Hq, P] in q.dtype; 0 with finite gradients where a query has no key. Scores and softmax are at least
+      float32.
     """
     return choose("attention", backend, BACKENDS).attend(q, k, v, lo, hi, own, structure, block_size)

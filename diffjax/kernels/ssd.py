@@ -109,7 +109,8 @@ def ssd_frontier(
 ) -> Array:
     """Scan frontiers against the finished blocks of `boundary`: frontier f starts from the state at the left edge of
     block frontier_index[b, f], or of block f when frontier_index is None. Shapes as in `ssd_block`."""
-    return ssd_block(x, dt, A, Bm, Cm, seed=states_at(boundary, frontier_index), backend=backend)
+    seed = states_at(boundary, frontier_index)[:, : x.shape[1]]  # the last edge has no frontier in a whole clean stream
+    return ssd_block(x, dt, A, Bm, Cm, seed=seed, backend=backend)
 
 
 def states_at(boundary: Boundary, index: Array | None = None) -> Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from diffjax.kernels.precision import accumulation_dtype, einsum
+from diffjax.kernels.precision import einsum
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 64
 
@@ -103,7 +103,7 @@ def _long_block(x, dt, A, Bm, Cm, seed, reverse: bool):
 
 
 def all_edges(boundary) -> Array:
-    """States at the left edges of blocks 0..n when several blocks share a chunk: [B, n+1, H, P, N], resets not applied.
+    """States at the left edges of blocks 0..n when several blocks share a chunk: [B, n+1, H, P, N], before resets.
 
     The edge at the start of a chunk is the stored state; the others advance it by the chunk's earlier tokens.
     """
@@ -117,7 +117,9 @@ def all_edges(boundary) -> Array:
 
 def edges_at(boundary, token: Array) -> Array:
     """States just before tokens `token` [B, F] of the stream, which lie inside chunks: [B, F, H, P, N]."""
-    take = lambda array, index: jnp.take_along_axis(array, index.reshape(*index.shape, *(1,) * (array.ndim - 2)), axis=1)
+    take = lambda array, index: jnp.take_along_axis(
+        array, index.reshape(*index.shape, *(1,) * (array.ndim - 2)), axis=1
+    )
     chunk = token // boundary.chunk
     states = take(boundary.states, chunk)
     chunks = boundary.u.shape[1]
@@ -129,7 +131,7 @@ def edges_at(boundary, token: Array) -> Array:
 
 
 def _advance(states, u, cum, count, Bm, tokens) -> Array:
-    """Advance chunk-start states [B, F, H, P, N] by the first `tokens` [B, F] of their chunks' streams [B, F, Q, ...]."""
+    """Advance chunk-start states [B, F, H, P, N] by the first `tokens` [B, F] of their chunks [B, F, Q, ...]."""
     groups = Bm.shape[3]
     last = jnp.maximum(tokens - 1, 0)[..., None]
     cum_last = jnp.take_along_axis(cum, last[..., None], axis=2)  # [B, F, 1, H]
@@ -143,7 +145,7 @@ def _advance(states, u, cum, count, Bm, tokens) -> Array:
 
 
 def _sums_since_reset(a, count) -> Array:
-    """Inclusive sums of a [B, C, Q, H] that start anew at every reset: one document's rounding never reaches the next."""
+    """Inclusive sums of a [B, C, Q, H], new at every reset: one document's rounding never reaches the next."""
     order = jnp.arange(a.shape[2])
     read = (order[:, None] >= order) & (count[..., :, None] == count[..., None, :])
     return einsum("bcqk,bckh->bcqh", read.astype(a.dtype), a)
@@ -169,7 +171,7 @@ def _from_state(state, cum, Cm, mask) -> Array:
 
 
 def _decay(exponent, mask) -> Array:
-    """exp of a sum of decays, 0 where masked. A difference of rounded sums may rise above 0: it is cut there, with the
-    gradient of the uncut difference."""
+    """exp of a sum of decays, 0 where masked. A difference of rounded sums may rise above 0: it is cut there, with
+    the gradient of the uncut difference."""
     exponent = exponent - jax.lax.stop_gradient(jnp.maximum(exponent, 0))
     return jnp.exp(jnp.where(mask, exponent, -jnp.inf))

@@ -5,7 +5,7 @@ the frontier. Layers repeat a unit (the pattern string), scanned so that compile
 last unit is the tail.
 """
 
-from typing import Any
+import itertools
 
 import flax.linen as nn
 import jax
@@ -35,13 +35,14 @@ class Layer(nn.Module):
             self.mixer = mamba.Mamba(c, self.dtype, output_std, self.kernels.ssd)
         self.mlp = GatedMLP(c.width, c.mlp_width, self.dtype, output_std)
 
-    def __call__(self, clean, frontier, clean_stream: CleanStream | None, frontier_stream: FrontierStream | None, context):
-        """Pass hidden states clean [B, T, D] and frontier [B, F, G, D] (either may be None) through the layer.
+    def __call__(self, hidden, context, clean_stream: CleanStream | None, frontier_stream: FrontierStream | None):
+        """Pass hidden = (clean [B, T, D], frontier [B, F, G, D]), either of them None, through the layer.
 
         The frontier reads the boundary that the clean stream leaves in this layer, or else the context.
-        Returns (clean, frontier), the context behind the clean stream (None in training), and auxiliary outputs by name
-        for the objective (a mixture of experts would put its balance here).
+        Returns hidden, and (the context behind the clean stream, None in training; auxiliary outputs by name for the
+        objective, where a mixture of experts would put its balance).
         """
+        clean, frontier = hidden
         out, boundary, context_after = None, None, None
         if clean is not None:
             out, boundary = self.mixer.clean(self.mixer_norm(clean), clean_stream, context)
@@ -59,11 +60,12 @@ class Layer(nn.Module):
         if clean is not None:
             clean = clean + out
             clean = clean + self.mlp(self.mlp_norm(clean))
-        return (clean, frontier), context_after, auxiliary
+        return (clean, frontier), (context_after, auxiliary)
 
 
 class Unit(nn.Module):
-    """The layers of one repeat of the pattern, or of its cut last repeat."""
+    """The layers of one repeat of the pattern, or of its cut last repeat; equal neighbours are one scanned run, named
+    after its first layer."""
 
     kinds: str
     config: ModelConfig
@@ -72,16 +74,40 @@ class Unit(nn.Module):
 
     def setup(self):
         layer = remat(Layer, self.config.remat)
-        for i, kind in enumerate(self.kinds):
-            setattr(self, f"layer_{i}", layer(kind, self.config, self.kernels, self.dtype))
+        for name, kind, length in runs(self.kinds):
+            run = layer if length == 1 else scan(layer, length)
+            setattr(self, name, run(kind, self.config, self.kernels, self.dtype))
 
-    def __call__(self, hidden, context: dict | None, clean_stream, frontier_stream) -> tuple[Any, tuple[dict, dict]]:
+    def __call__(self, hidden, context: dict | None, clean_stream, frontier_stream):
         contexts, auxiliaries = {}, {}
-        for i in range(len(self.kinds)):
-            name = f"layer_{i}"
-            layer, own = getattr(self, name), None if context is None else context[name]
-            hidden, contexts[name], auxiliaries[name] = layer(*hidden, clean_stream, frontier_stream, own)
+        for name, _, _ in runs(self.kinds):
+            own = None if context is None else context[name]
+            hidden, (contexts[name], auxiliaries[name]) = getattr(self, name)(
+                hidden, own, clean_stream, frontier_stream
+            )
         return hidden, (contexts, auxiliaries)
+
+
+def runs(kinds: str) -> list[tuple[str, str, int]]:
+    """Runs of equal layers: "AMMM" -> [("layer_0", "A", 1), ("layer_1", "M", 3)]."""
+    found, first = [], 0
+    for kind, group in itertools.groupby(kinds):
+        length = len(list(group))
+        found.append((f"layer_{first}", kind, length))
+        first += length
+    return found
+
+
+def scan(module: type[nn.Module], length: int) -> type[nn.Module]:
+    """`length` of the module in a row, as one loop over stacked parameters and contexts."""
+    return nn.scan(
+        module,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=(0, nn.broadcast, nn.broadcast),
+        length=length,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
 
 
 def remat(layer: type[nn.Module], policy: str) -> type[nn.Module]:
@@ -100,17 +126,9 @@ class Backbone(nn.Module):
 
     def setup(self):
         pattern = self.config.pattern
-        self.repeats, rest = divmod(self.config.layers, len(pattern))
-        if self.repeats:
-            scanned = nn.scan(
-                Unit,
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                in_axes=(0, nn.broadcast, nn.broadcast),
-                length=self.repeats,
-                metadata_params={nn.PARTITION_NAME: "layers"},
-            )
-            self.unit = scanned(pattern, self.config, self.kernels, self.dtype)
+        repeats, rest = divmod(self.config.layers, len(pattern))
+        if repeats:
+            self.unit = scan(Unit, repeats)(pattern, self.config, self.kernels, self.dtype)
         if rest:
             self.tail = Unit(pattern[:rest], self.config, self.kernels, self.dtype)
 
@@ -129,19 +147,22 @@ class Backbone(nn.Module):
 def empty_context(config: ModelConfig, dtype, batch: int, capacity: int) -> dict:
     """Contexts of all layers that have read nothing, in the form the backbone returns them."""
 
+    def stack(tree, length: int):
+        return jax.tree.map(lambda array: jnp.zeros((length, *array.shape), array.dtype), tree)
+
     def unit(kinds: str) -> dict:
+        layers = {
+            "A": lambda: attention.empty_context(config, dtype, batch, capacity),
+            "M": lambda: mamba.empty_context(config, dtype, batch),
+        }
         return {
-            f"layer_{i}": attention.empty_context(config, dtype, batch, capacity)
-            if kind == "A"
-            else mamba.empty_context(config, dtype, batch)
-            for i, kind in enumerate(kinds)
+            name: layers[kind]() if length == 1 else stack(layers[kind](), length) for name, kind, length in runs(kinds)
         }
 
     repeats, rest = divmod(config.layers, len(config.pattern))
     contexts = {}
     if repeats:
-        stack = lambda array: jnp.zeros((repeats, *array.shape), array.dtype)
-        contexts["unit"] = jax.tree.map(stack, unit(config.pattern))
+        contexts["unit"] = stack(unit(config.pattern), repeats)
     if rest:
         contexts["tail"] = unit(config.pattern[:rest])
     return contexts

@@ -10,8 +10,8 @@ from diffjax.models.attention import AttentionContext
 
 @flax.struct.dataclass
 class Context:
-    """length [B] int32, tokens absorbed; layers, by unit and tail, an AttentionContext or a MambaContext for each layer,
-    stacked over the repeats of the unit.
+    """length [B] int32, tokens absorbed; layers, by unit and tail, an AttentionContext or a MambaContext for each run
+    of layers, stacked over the run and over the repeats of the unit.
 
     Attention holds 2 * Hkv * P * capacity numbers a row and layer; Mamba 1 state H * P * N and (W-1)(H * P + 2 g N)
     inputs, whatever was read.

@@ -149,7 +149,7 @@ class Denoiser:
         Args:
           clean: [B, L] int32, the true tokens; the last block is never read.
           frontiers: [B, F, G] int32, blocks to denoise.
-          frontier_index: [B, F] int32, the block of the row each frontier stands for; None: F = K, frontier f is block f.
+          frontier_index: [B, F] int32, the block each frontier stands for; None: F = K, frontier f is block f.
           segments: [B, K] int32, the document of each block; None: one document a row.
           clean_valid: [B, L] bool, tokens that may be read. frontier_valid: [B, F, G] bool, the same for frontiers.
           embedding: [B, F, G, D], added to the frontiers' embeddings.
@@ -195,7 +195,7 @@ class Denoiser:
         return logits, clean_logits, auxiliary
 
     def clean_logits(self, params: Params, tokens: Array) -> Array:
-        """Next-token logits of the clean stream (causal prefix only): position j predicts token j + 1; [B, T] -> [B, T, V]."""
+        """Next-token logits of the clean stream (causal prefix only), [B, T] -> [B, T, V]: j predicts token j + 1."""
         self._require_causal()
         batch, length = tokens.shape
         start, count = jnp.zeros((batch,), jnp.int32), jnp.full((batch,), length, jnp.int32)
@@ -244,7 +244,7 @@ class Denoiser:
     ) -> Array:
         """Raw logits [B, G, V], in at least float32, of the frontier block [B, G] that continues the context.
 
-        The context is not changed. `valid` [B, G] bool cuts a last block; `embedding` [B, G, D] is added to the block's.
+        The context is not changed. `valid` [B, G] bool cuts a last block; `embedding` [B, G, D] is added to its own.
         """
         valid = jnp.ones(block.shape, bool) if valid is None else valid
         stream = streams.frontier_after_context(context.length, valid[:, None])

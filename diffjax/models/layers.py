@@ -1,5 +1,7 @@
 """The parts every layer shares: RMSNorm, bias-free projections, rotary positions, the gated MLP."""
 
+import functools
+import math
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -12,7 +14,9 @@ from diffjax.kernels.precision import accumulation_dtype
 EMBEDDING_STD = 0.02
 
 
-def parameter(module: nn.Module, name: str, init: Callable, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
+def parameter(
+    module: nn.Module, name: str, init: Callable, shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> Array:
     """A parameter with its logical axis names: the one place where shape, dtype, sharding and init meet."""
     dtype = accumulation_dtype(module.dtype)
     return module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
@@ -51,25 +55,39 @@ class Projection(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         kernel = parameter(self, "kernel", nn.initializers.normal(self.std), self.shape, self.axes)
-        inputs = self.shape[: self.contract]
-        # one plain matrix product, whatever the number of axes: the form every backend multiplies fastest
-        flat = x.reshape(*x.shape[: x.ndim - self.contract], _product(inputs)).astype(self.dtype)
-        matrix = kernel.reshape(_product(inputs), -1).astype(self.dtype)
-        y = jax.lax.dot_general(
-            flat,
-            matrix,
-            (((flat.ndim - 1,), (0,)), ((), ())),
-            precision=None if self.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST,
-            preferred_element_type=self.out_dtype or self.dtype,
-        )
-        return y.reshape(*flat.shape[:-1], *self.shape[self.contract :])
+        rows, columns = math.prod(self.shape[: self.contract]), math.prod(self.shape[self.contract :])
+        y = matmul(x.reshape(-1, rows).astype(self.dtype), kernel.reshape(rows, columns), self.out_dtype or self.dtype)
+        return y.reshape(*x.shape[: x.ndim - self.contract], *self.shape[self.contract :])
 
 
-def _product(sizes: tuple[int, ...]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(x: Array, kernel: Array, dtype) -> Array:
+    """x [T, I] @ kernel [I, O] in x's dtype -> [T, O] in `dtype`, with a backward pass of two plain products.
+
+    The kernel stays in its own dtype outside, and its gradient is summed and returned in that. Autodiff would ask for
+    the kernel's gradient as dy^T x; XLA then recomputes all that is fused into dy with strided writes, which on CPU
+    took half of a training step. Here dy is computed once and x is what gets transposed.
+    """
+    return _product(x, kernel.astype(x.dtype), (1, 0), dtype)
+
+
+def _matmul_forward(x, kernel, dtype):
+    return matmul(x, kernel, dtype), (x, kernel)
+
+
+def _matmul_backward(dtype, saved, dy):
+    x, kernel = saved
+    dy = jax.lax.optimization_barrier(dy.astype(x.dtype))
+    return _product(dy, kernel.astype(x.dtype), (1, 1), x.dtype), _product(x, dy, (0, 0), kernel.dtype)
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _product(x: Array, y: Array, contract: tuple[int, int], dtype) -> Array:
+    precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    dimensions = ((contract[:1], contract[1:]), ((), ()))
+    return jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=dtype)
 
 
 def rotate(x: Array, positions: Array, theta: float) -> Array:

@@ -72,7 +72,7 @@ def of_rows(
 
 
 def frontiers_of_rows(document_start: Array, index: Array | None, valid: Array, block_size: int) -> FrontierStream:
-    """The frontiers of blocks `index` [B, F] (None: of all K blocks in order) of rows packed as `document_start` [B, K]."""
+    """The frontiers of blocks `index` [B, F] (None: of all K blocks in order) of rows with `document_start` [B, K]."""
     if index is None:
         block = jnp.broadcast_to(jnp.arange(document_start.shape[1], dtype=jnp.int32), document_start.shape)
         lo = document_start
@@ -84,11 +84,15 @@ def frontiers_of_rows(document_start: Array, index: Array | None, valid: Array, 
 
 
 def after_context(length: Array, tokens: int, count: Array, block_size: int, causal: bool) -> CleanStream:
-    """The clean stream of `tokens` tokens that continue a context of `length` [B] tokens; the first `count` [B] count."""
+    """The clean stream of `tokens` tokens behind a context of `length` [B] tokens; the first `count` [B] count."""
     offset = jnp.arange(tokens, dtype=jnp.int32)
     valid = offset < count[:, None]
     positions = length[:, None] + offset
-    hi = positions + 1 if causal else jnp.minimum((offset // block_size + 1) * block_size, count[:, None]) + length[:, None]
+    hi = (
+        positions + 1
+        if causal
+        else jnp.minimum((offset // block_size + 1) * block_size, count[:, None]) + length[:, None]
+    )
     return CleanStream(
         positions=positions,
         lo=jnp.zeros_like(positions),

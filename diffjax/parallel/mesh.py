@@ -80,7 +80,7 @@ def shardings(abstract_params, logical_axes, mesh: Mesh, rules=RULES):
     def place(path, leaf, names):
         return NamedSharding(mesh, _resolve(leaf_path(path), leaf.shape, names, dict(mesh.shape), rules))
 
-    is_leaf = lambda node: isinstance(node, jax.ShapeDtypeStruct)  # noqa: E731
+    is_leaf = lambda node: isinstance(node, jax.ShapeDtypeStruct)
     return jax.tree_util.tree_map_with_path(place, abstract_params, logical_axes, is_leaf=is_leaf)
 
 

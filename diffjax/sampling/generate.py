@@ -12,7 +12,7 @@ import numpy as np
 from diffjax.config import SamplingConfig
 from diffjax.errors import UserError
 from diffjax.sampling import driver
-from diffjax.sampling.rules import RULES, Rule
+from diffjax.sampling.rules import RULES, SCORES, Rule
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,7 @@ def sampler(sampling: SamplingConfig, block_size: int) -> tuple[Rule, dict[str, 
         "temperature": (lambda x: math.isfinite(x) and x >= 0, "a number >= 0 (0 takes the most probable token)"),
         "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1 (1 cuts nothing)"),
         "threshold": (lambda x: 0 <= x <= 1, "a probability between 0 and 1"),
+        "score": (lambda x: x in SCORES, f"one of {', '.join(SCORES)}"),
         "steps": (lambda x: x >= 1, "at least 1 (denoising steps per block)"),
         "blocks": (lambda x: x >= 1, "at least 1"),
         "seed": (lambda x: 0 <= x < 2**32, "an integer from 0 to 2^32 - 1"),

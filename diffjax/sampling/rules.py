@@ -90,6 +90,9 @@ def guard(selected, score, eligible):
     return jnp.where(jnp.any(selected, axis=-1, keepdims=True), selected, topk(score, eligible, 1))
 
 
+SCORES = ("prob", "random")
+
+
 def scores(kind, key, proposal):
     """Order of commitment [B,W] float32: "prob" is the proposed token's clean probability, "random" is U(0,1)."""
     if kind == "random":

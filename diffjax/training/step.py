@@ -121,7 +121,7 @@ def make_train_step(
         changed = {"params": optax.apply_updates(params, updates), "opt": opt}
         if "ema" in state:
             decay = config.training.ema
-            mix = lambda old, new: decay * old + (1 - decay) * new  # noqa: E731
+            mix = lambda old, new: decay * old + (1 - decay) * new
             changed["ema"] = jax.tree.map(mix, state["ema"], changed["params"])
         before = {name: state[name] for name in changed}
         kept = jax.tree.map(lambda new, old: jnp.where(verdict.accept, new, old), changed, before)
@@ -148,7 +148,7 @@ def make_train_step(
 def compile_step(train_step: Callable, abstract_state: dict, placement: dict, abstract_batch: Batch, mesh: Mesh):
     """Compile `train_step` ahead of time, the state's buffers donated. A call with another shape or sharding raises."""
     rows = mesh_lib.batch_sharding(mesh)
-    placed = lambda tree, where: jax.tree.map(  # noqa: E731
+    placed = lambda tree, where: jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, where
     )
     jitted = jax.jit(

@@ -61,6 +61,7 @@ def dense(q, k, v, mask, own=None):
     if own is not None:
         own_k, own_v, own_valid = own
         batch, frontiers, size = own_valid.shape
+
         def flat(a):
             return jnp.repeat(a.reshape(batch, frontiers * size, KV_HEADS, -1), HEADS // KV_HEADS, axis=2)
 
@@ -97,9 +98,7 @@ def compare(args, mask, own_valid=None, structure=None, size=1):
                 if form == "dense":
                     return dense(q, k, v, mask, (*own, own_valid) if own else None)
                 block = OwnBlock(*own, jnp.asarray(own_valid)) if own else None
-                return block_attention(
-                    q, k, v, lo, hi, own=block, structure=structure, block_size=size, backend=form
-                )
+                return block_attention(q, k, v, lo, hi, own=block, structure=structure, block_size=size, backend=form)
 
             value, pullback = jax.vjp(attend, *args)
             return value, pullback(cotangent)

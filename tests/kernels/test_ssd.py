@@ -117,6 +117,7 @@ def close_gradients(gradient, function, point, cotangents):
     for name, array in point.items():
         direction = {other: np.zeros_like(value) for other, value in point.items()}
         direction[name] = rng.standard_normal(array.shape)
+
         def total(p):
             return sum((c * v).sum() for c, v in zip(cotangents, function(p), strict=True))
 
@@ -235,6 +236,7 @@ def test_T5_all_resets_make_a_scan_of_blocks():
     @jax.jit
     def both():
         y, _ = ssd_scan(x, dt, A, B, C, block_size=4, reset=np.ones_like(reset), chunk=16, backend="xla")
+
         def fold(a):
             return a.reshape(BATCH, 12, 4, *a.shape[2:])
 
@@ -301,7 +303,6 @@ def scan_and_reverse_gradient(x, dt, A, B, C):
     def fold(a):
         return a.reshape(BATCH, 2, 32, *a.shape[2:])
 
-
     def total(x, dt, A, B, C):
         x = 1e3 * x
         y, boundary = ssd_scan(x, dt, A, B, C, block_size=4, chunk=32, backend="xla")
@@ -341,6 +342,7 @@ def test_T5_float32_bars():
     cotangents = tuple(np.random.default_rng(6).standard_normal(v.shape) for v in expected)
     with jax.enable_x64(True):
         _, exact = gradients(arrays, cotangents, reset, 4, 16, "xla")  # held to the loop by the tests above
+
     def low(tree):
         return jax.tree.map(lambda a: np.asarray(a, np.float32), tree)
 

@@ -27,18 +27,18 @@ def small(pattern, layers, prefix, block_size, blocks, mamba=None, **model):
     ), blocks
 
 
-# Every pattern in both prefix modes, the options spread over them. Conv width 4 meets blocks of 1, 2, 3 and 8 tokens.
+# Every pattern in both prefix modes, the options spread over them; conv width 4 meets shorter blocks.
 MAIN = {
     "A-bidirectional": small("A", 2, "bidirectional", 3, 5, kv_heads=2, qk_norm=True, tie_embeddings=True),
     "A-causal": small("A", 2, "causal", 8, 4),
     "M-bidirectional": small("M", 2, "bidirectional", 2, 6, mamba={"groups": 2}),
     "M-causal": small("M", 2, "causal", 3, 5, mamba={"directions": "shared"}),
-    "AM-bidirectional": small("AM", 5, "bidirectional", 2, 6, kv_heads=1),
-    "AM-causal": small("AM", 3, "causal", 1, 7, kv_heads=2, qk_norm=True, mamba={"groups": 2}),
-    "AMMMMM-bidirectional": small("AMMMMM", 7, "bidirectional", 8, 4),
-    "AMMMMM-causal": small("AMMMMM", 8, "causal", 3, 5, tie_embeddings=True),
+    "AM-bidirectional": small("AM", 4, "bidirectional", 2, 6, kv_heads=1),
+    "AM-causal": small("AM", 3, "causal", 2, 6, kv_heads=2, qk_norm=True, mamba={"groups": 2}),
+    "AMMMMM-bidirectional": small("AMMMMM", 6, "bidirectional", 8, 4),
+    "AMMMMM-causal": small("AMMMMM", 7, "causal", 3, 5, tie_embeddings=True),
 }
-# The corners: one direction only, shared directions with a bidirectional prefix, one block, rows of several chunks.
+# The corners: one direction only, blocks of one token, one block in all, a cut unit alone, rows of several chunks.
 CORNERS = {
     "AM-forward-bidirectional": small("AM", 2, "bidirectional", 3, 5, mamba={"directions": "forward"}),
     "M-forward-causal": small("M", 2, "causal", 2, 5, mamba={"directions": "forward", "groups": 4}),
@@ -59,6 +59,14 @@ def parametrize(names, *dtypes):
     )
 
 
+def stacked_axes(params, names):
+    """Leading axes of a leaf that count repeats and runs of its layer: those the layer's norm has beyond its width."""
+    if names[0] != "layers":
+        return 0
+    _, place, layer, *_ = names
+    return params["layers"][place][layer]["mlp_norm"]["scale"].ndim - 1
+
+
 def randomise(params, seed):
     """Weights that use every parameter: no scale is 1, no bias 0, and the logits have a standard deviation above 1.
 
@@ -69,8 +77,7 @@ def randomise(params, seed):
     def draw(path, leaf):
         names = [entry.key for entry in path]
         shape, name, parent = leaf.shape, names[-1], names[-2]
-        stacked = "unit" in names
-        inner = shape[1:] if stacked else shape
+        inner = shape[stacked_axes(params, names) :]
         normal = rng.standard_normal(shape)
         if name == "scale":
             value = rng.uniform(0.5, 1.5, shape)
@@ -174,9 +181,7 @@ class Case:
     def _gradient(self):
         def logits_and_gradient(params, cotangent, clean, frontiers, segments, clean_valid, frontier_valid):
             def logits(params):
-                return self.denoiser.train_logits(
-                    params, clean, frontiers, None, segments, clean_valid, frontier_valid
-                )
+                return self.denoiser.train_logits(params, clean, frontiers, None, segments, clean_valid, frontier_valid)
 
             value, pullback = jax.vjp(logits, params)
             return value, pullback(cotangent)[0]

@@ -10,11 +10,8 @@ from diffjax.models.denoiser import Denoiser
 from tests import reference
 from tests.models.cases import CASES, CORNERS, MAIN, VOCAB, case, leaves, parametrize
 
-with_attention = [name for name in MAIN if "A" in MAIN[name][0].pattern]
-both = ("float64", "float32")
 
-
-@parametrize(MAIN, *both)
+@parametrize(MAIN, "float64", "float32")
 def test_T1_denoise_after_absorb_equals_reference(name, dtype):
     model = case(name, dtype)
     logits = model.denoise(model.noisy[0], model.prefixes)
@@ -27,7 +24,7 @@ def test_T1_corners(name, dtype):
     test_T1_denoise_after_absorb_equals_reference(name, dtype)
 
 
-@parametrize(MAIN, *both)
+@parametrize(MAIN, "float64", "float32")
 def test_T2_all_frontiers_equal_reference(name, dtype):
     model = case(name, dtype)
     model.close(model.train(model.texts, model.noisy), model.expected)
@@ -38,7 +35,7 @@ def test_T2_all_frontiers_corners(name, dtype):
     test_T2_all_frontiers_equal_reference(name, dtype)
 
 
-@parametrize(MAIN)
+@parametrize([name for name in MAIN if name != "AMMMMM-causal"])
 def test_T2_some_frontiers_in_any_order_equal_reference(name, dtype):
     """F = 3 (F = K for one model), each row with its own blocks in its own order."""
     model = case(name, dtype)
@@ -50,7 +47,7 @@ def test_T2_some_frontiers_in_any_order_equal_reference(name, dtype):
     model.close(logits, np.take_along_axis(model.expected, index[..., None, None], 1))
 
 
-@parametrize(["A-bidirectional", "M-causal", "AM-bidirectional", "AM-long-bidirectional", "M-long-causal"])
+@parametrize(["A-bidirectional", "AM-bidirectional", "AM-long-bidirectional", "M-long-causal"])
 def test_T2_one_frontier_equals_reference(name, dtype):
     """F = 1 for every block: K copies of the text, row k with frontier k."""
     model = case(name, dtype)
@@ -59,7 +56,7 @@ def test_T2_one_frontier_equals_reference(name, dtype):
     model.close(logits[:, 0], model.expected[0])
 
 
-@parametrize(["AM-bidirectional", "AM-causal"])
+@parametrize(["AM-bidirectional"])
 def test_T2_reference_kernels_give_the_same(name, dtype):
     model = case(name, dtype, ssd="reference", attention="reference")
     model.close(model.train(model.texts, model.noisy), case(name, dtype).expected)
@@ -76,7 +73,7 @@ def test_T4_denoise_leaves_the_context_and_repeats_its_bits(name, dtype):
     assert np.array_equal(first, second)
 
 
-@parametrize(MAIN)
+@parametrize([name for name in MAIN if name != "AMMMMM-bidirectional"])
 def test_T7_any_split_into_absorb_calls(name, dtype):
     """Every row takes its own pieces; a causal prefix may be cut anywhere, also inside a block."""
     model = case(name, dtype)
@@ -98,7 +95,7 @@ def test_T7_any_split_into_absorb_calls(name, dtype):
         assert np.array_equal(np.asarray(context.length), length)
         idle = count == 0
         for (path, old), (_, new) in zip(before, leaves(context), strict=True):
-            rows = 0 if old.shape[0] == model.blocks else 1  # stacked repeats come before the rows
+            rows = 0 if old.ndim == 1 else old.ndim - (5 if "conv_BC" in path else 4)  # behind repeats and runs
             assert np.array_equal(np.compress(idle, old, rows), np.compress(idle, new, rows)), path
     model.close(model.denoise(model.noisy[0], context), model.expected[0])
 
@@ -145,7 +142,7 @@ def test_forward_only_makes_both_prefix_modes_equal(name, dtype):
     other.close(other.train(model.texts, model.noisy), model.expected)
 
 
-@parametrize([name for name in MAIN if MAIN[name][0].prefix == "causal"], *both)
+@parametrize([name for name in MAIN if MAIN[name][0].prefix == "causal"], "float64")
 def test_clean_logits_equal_reference(name, dtype):
     model = case(name, dtype)
     expected = np.array(
@@ -156,7 +153,7 @@ def test_clean_logits_equal_reference(name, dtype):
     model.close(logits, expected)
 
 
-@parametrize(["A-causal", "AM-causal"])
+@parametrize(["AM-causal"])
 def test_clean_head_rides_on_the_training_pass(name, dtype):
     model = case(name, dtype)
     with model.precision:
@@ -180,7 +177,7 @@ def test_embedding_is_added_to_the_frontier(name, dtype):
     model.close(model.denoise(model.noisy[0], model.prefixes, embedding=added[0]), plain[0])
 
 
-@parametrize(with_attention[:1] + with_attention[-1:])
+@parametrize(["A-bidirectional", "AM-causal"])
 def test_a_full_context_gives_nan_and_never_wrong_logits(name, dtype):
     model = case(name, dtype)
     full = model.absorb(
@@ -201,7 +198,7 @@ def _twice(model):
     return [np.concatenate([model.texts[0, : k * size], model.texts[0, : 2 * size]]) for k in range(model.blocks - 1)]
 
 
-@parametrize(["AMMMMM-causal"])
+@parametrize(["AM-causal"])
 def test_grow_context_changes_nothing(name, dtype):
     model = case(name, dtype)
     with model.precision:
@@ -217,9 +214,9 @@ def test_every_case_is_covered():
     assert {config.mamba.directions for config, _ in CASES.values()} == {"separate", "shared", "forward"}
 
 
-@pytest.mark.xdist_group("AMMMMM-bidirectional")
+@pytest.mark.xdist_group("AM-bidirectional")
 def test_bfloat16_is_finite_and_near():
-    half, full = case("AMMMMM-bidirectional", "bfloat16"), case("AMMMMM-bidirectional")
+    half, full = case("AM-bidirectional", "bfloat16"), case("AM-bidirectional")
     logits = half.train(half.texts, half.noisy)
     assert logits.dtype == np.float32 and np.isfinite(logits).all()
     error = np.sqrt(np.mean((logits - full.expected) ** 2)) / full.expected.std()

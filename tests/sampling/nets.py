@@ -59,6 +59,35 @@ class HashNet:
         return np.asarray(params)[[(mixed + 5 * i) % self.entries for i in range(self.block_size)]]
 
 
+@dataclass(frozen=True, eq=False)
+class ScriptNet:
+    """Logits read from a table params [blocks, 2^G, G, V] at (blocks absorbed, which positions are masks)."""
+
+    block_size: int
+    vocab_size: int = 24
+
+    def script(self, blocks, logits=0.0):
+        """A writable table, the same for every pattern: logits broadcasts to [blocks, 2^G, G, V]."""
+        shape = (blocks, 2**self.block_size, self.block_size, self.vocab_size)
+        return np.array(np.broadcast_to(logits, shape), np.float32)
+
+    def saying(self, tokens):
+        """A table that is sure of these tokens, whatever the masks."""
+        blocks = -(-len(tokens) // self.block_size)
+        wanted = np.resize(tokens, (blocks, 1, self.block_size, 1))
+        return self.script(blocks, 20.0 * (wanted == np.arange(self.vocab_size)))
+
+    def empty_context(self, batch, capacity):
+        return Context(jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
+
+    def absorb(self, params, tokens, context, count=None):
+        return context._replace(length=context.length + count)
+
+    def denoise(self, params, block, context, valid=None):
+        pattern = jnp.sum((block == MASK) << jnp.arange(self.block_size), axis=-1)
+        return jnp.asarray(params)[context.length // self.block_size, pattern]
+
+
 class Posterior:
     """The exact net of a joint table over one block: logits are the log marginals given the visible tokens."""
 

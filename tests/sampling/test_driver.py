@@ -8,7 +8,7 @@ import pytest
 from diffjax.sampling import driver
 from diffjax.sampling.driver import ERROR, LENGTH, STOP, bucket
 from diffjax.sampling.rules import Decision, Rule, commit_only, quota, stateless, threshold
-from tests.sampling.nets import EOS, FIRST, FORBID, MASK, HashNet, flags
+from tests.sampling.nets import EOS, FIRST, FORBID, MASK, HashNet, ScriptNet, flags
 
 G = 4
 NET = HashNet(G)
@@ -23,6 +23,7 @@ QUOTA, THRESHOLD = {"steps": 3}, {"threshold": 0.6}
 def run(rule, prompts, limits, rule_knobs, params=PARAMS, net=NET, pause=None, **options):
     """Decode to the end; pause: function called with the state whenever the driver stops to show a block."""
     knobs = {"temperature": 0.0, "top_p": 1.0, **rule_knobs}
+    params = jax.tree.map(jnp.asarray, params)
     state = driver.start(net, params, rule, prompts, limits, knobs, mask_id=MASK, **options)
     forbid, stop = flags(V, FORBID), flags(V, [EOS])
     while True:
@@ -154,52 +155,41 @@ def test_streaming_changes_no_token_and_shows_each_block_once():
         assert len(shown[row]) == whole.commits[row] + 1
 
 
+SCRIPT = ScriptNet(G)
+PATTERNS = np.arange(2**G)
+
+
 def test_i_counters_by_hand():
-    """A scripted net: sure of the first two positions of a block; of the others once those two are decided."""
-
-    class Scripted(HashNet):
-        def denoise(self, params, block, context, valid=None):
-            sure = (jnp.arange(G) < 2) | jnp.all(block[:, :2] != MASK, axis=-1, keepdims=True)
-            return jax.nn.one_hot(9, V) * jnp.where(sure, 12.0, 1.0)[..., None]
-
-    state = run(threshold(), [[], [6, 6], [6] * 5], [8, 4, 8], THRESHOLD, net=Scripted(G))
-    assert state.nfe[:3].tolist() == [4, 1, 2]  # 2 + 2; the two unsure ones after two given; one sure, then the rest
+    """A net that is sure of a block's first two positions, and of the others once those two are decided."""
+    table = SCRIPT.script(8)
+    table[..., 9] = np.where((np.arange(G) < 2) | (PATTERNS[:, None] & 3 == 0), 12.0, 1.0)
+    state = run(threshold(), [[], [6, 6], [6] * 5], [8, 4, 8], THRESHOLD, table, SCRIPT)
+    assert state.nfe[:3].tolist() == [4, 1, 2]  # 2 + 2; the unsure two after two given; one sure, then the rest
     assert state.commits[:3].tolist() == [1, 0, 0] and state.prefill_calls[:3].tolist() == [0, 0, 1]
     assert rows(state, 3) == [[9] * 8, [6, 6, 9, 9], [6] * 5 + [9] * 3]
 
 
 def test_stop_ends_a_row_when_nothing_is_left_before_it():
     """A stop token committed early makes everything right of it ineligible; what stands left is still filled."""
-
-    class StopsAtTwo(HashNet):
-        def denoise(self, params, block, context, valid=None):
-            token = jnp.where(jnp.arange(G) == 2, EOS, 10 + jnp.arange(G))
-            height = jnp.array([3.0, 2.0, 4.0, 3.5])
-            return jnp.broadcast_to(jax.nn.one_hot(token, V) * height[:, None], (len(block), G, V))
-
-    state = run(quota("prob"), [[], [EOS, EOS, EOS]], [40, 40], {"steps": 4}, net=StopsAtTwo(G))
-    assert rows(state, 1) == [[10, 11, EOS]]
-    assert state.nfe[0] == 3 and state.commits[0] == 0 and state.finish[0] == STOP
+    table = SCRIPT.script(8)
+    for position, (token, height) in enumerate([(10, 3.0), (11, 2.0), (EOS, 4.0), (13, 3.5)]):
+        table[:, :, position, token] = height
+    state = run(quota("prob"), [[], [EOS] * 3, [7]], [28, 28, 2], {"steps": 4}, table, SCRIPT)
+    assert rows(state, 3) == [[10, 11, EOS], [EOS, EOS, EOS, 13, 10, 11, EOS], [7, 11]]  # a prompt's stops stop nothing
+    assert state.finish[:3].tolist() == [STOP, STOP, LENGTH]
+    assert state.nfe[:3].tolist() == [3, 4, 1] and state.commits[:3].tolist() == [0, 1, 0]
     assert not state.masked[0, :3].any() and state.masked[0, 3:].all()
-    # stop tokens of a prompt stop nothing: the row goes on to the next block
-    assert rows(state, 2)[1] == [EOS, EOS, EOS, 13, 10, 11, EOS]
 
 
 def test_bad_rows_are_frozen_and_named():
-    """NaN at an eligible position ends that row only; NaN at a given position is never read (I6)."""
-
-    class Breaks(HashNet):
-        def denoise(self, params, block, context, valid=None):
-            logits = super().denoise(params, block, context)
-            broken = (context.length == 8)[:, None] & (block[:, :1] == MASK)
-            given = jnp.any(block == 23, axis=-1)[:, None] & (jnp.arange(G) == 0)
-            return jnp.where((broken | given)[..., None], jnp.nan, logits)
-
-    params = PARAMS.at[:, 23].set(-90)
-    state = run(quota("prob"), [[], [23]], [30, 29], QUOTA, net=Breaks(G), params=params)
-    assert state.finish[:2].tolist() == [ERROR, LENGTH]
-    state = run(quota("prob"), [[], PROMPTS[4]], [30, 8], QUOTA, net=Breaks(G), params=params)
-    assert state.finish[:2].tolist() == [ERROR, LENGTH]
+    """NaN at an eligible position ends that row only; NaN at a decided position is never read (I6)."""
+    table = SCRIPT.script(8)
+    table[..., 9] = 1.0
+    table[2] = np.nan
+    table[:, PATTERNS & 1 == 0, 0] = np.nan
+    state = run(quota("prob"), [[], [23], [6] * 3], [28, 8, 5], {"steps": 4}, table, SCRIPT)
+    assert state.finish[:3].tolist() == [ERROR, LENGTH, LENGTH]
+    assert rows(state, 3)[1:] == [[23] + [9] * 7, [6, 6, 6, 9, 9]]
     assert state.block[0] == 2 and state.commits[0] == 2 and state.masked[0, 8:].all()
 
 
@@ -234,7 +224,7 @@ def test_rules_with_state_and_revocation_fit():
 
 def test_j_one_compile_per_bucket():
     """Other prompts, lengths, knobs and seeds inside a bucket: one compile of the loop; another bucket, one more."""
-    net = HashNet(G)
+    net = HashNet(G)  # a new static argument: nothing of it is compiled yet
     before = driver.advance._cache_size()
     for seed, (prompts, tau) in enumerate([(PROMPTS[:5], 0.5), (PROMPTS[1:6], 0.7), ([PROMPTS[2]] * 5, 0.1)]):
         run(threshold(), prompts, [24] * 5, {"threshold": tau, "temperature": 0.1 * seed}, net=net, seed=seed)

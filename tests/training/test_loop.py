@@ -15,6 +15,8 @@ from diffjax.training.loop import fit
 
 from .toy import ToyDenoiser, assert_same, by_step, losses, make_config, make_job, make_objective, read_rows, records
 
+pytestmark = pytest.mark.xdist_group("loop")  # one worker, so that module fixtures are made once
+
 
 def stop_at(step, number=signal.SIGTERM):
     """A job's row reader that signals this very process when it reads the rows of `step` for the first time."""
@@ -164,7 +166,7 @@ def test_weights_of_another_run(straight, tmp_path):
     (tmp_path / "a").mkdir()
     job = make_job(config, denoiser=ToyDenoiser(8), objective=make_objective(config, ToyDenoiser(8)))
     rows = read_rows(0, np.arange(1))
-    wide = lambda batch: batch._replace(segments=batch.segments[:, ::2])  # noqa: E731
+    wide = lambda batch: batch._replace(segments=batch.segments[:, ::2])
     job = dataclasses.replace(
         job,
         read_rows=lambda step, numbers: wide(read_rows(step, numbers)),

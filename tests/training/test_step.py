@@ -15,6 +15,8 @@ from diffjax.training.step import compile_step, donated_share, make_init, make_t
 
 from .toy import ToyDenoiser, abstract_batch, assert_same, make_config, make_draw, make_objective, read_rows
 
+pytestmark = pytest.mark.xdist_group("step")  # one worker, so that module fixtures are made once
+
 ROWS = 16
 
 
@@ -38,7 +40,7 @@ class Runner:
         return jax.device_put(one, self.placement)
 
     def batch(self, number):
-        read = lambda numbers: read_rows(number, numbers)  # noqa: E731
+        read = lambda numbers: read_rows(number, numbers)
         return mesh_lib.global_batch(read, ROWS, mesh_lib.batch_sharding(self.mesh))
 
     def run(self, steps, state=None):
@@ -63,7 +65,7 @@ def test_one_step_by_hand(plain):
     cfg = plain.config
     params, batch = plain.state()["params"], read_rows(0, np.arange(ROWS))
     noise = make_draw(cfg)(0, batch)
-    loss = lambda p: make_objective(cfg)(p, batch, noise)[0] / batch.scored.sum()  # noqa: E731
+    loss = lambda p: make_objective(cfg)(p, batch, noise)[0] / batch.scored.sum()
     value, gradient = jax.value_and_grad(loss)(params)
     norm = optax.tree.norm(gradient)
     assert norm > cfg.optimizer.clip_norm  # so that clipping is seen
@@ -128,7 +130,7 @@ def test_state_is_updated_in_place_and_nothing_compiles_again(plain):
     state = plain.state()
     batches = [plain.batch(number) for number in range(3)]
     compiled = []
-    listener = lambda name, *_, **__: compiled.append(name)  # noqa: E731
+    listener = lambda name, *_, **__: compiled.append(name)
     monitoring.register_event_duration_secs_listener(listener)
     try:
         before = state["params"]["embed"]["table"].unsafe_buffer_pointer()

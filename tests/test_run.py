@@ -1,0 +1,189 @@
+"""Whole runs on a tiny corpus: killed, stopped and resumed in real processes; loaded, evaluated and sampled from."""
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from diffjax.config import load_config
+from diffjax.errors import UserError
+from diffjax.run import evaluate, load_run, sample, train
+from diffjax.training.checkpoint import Checkpoints
+from tests.training.toy import losses, records
+
+CONFIG = """
+run: {{dir: {folder}/run, seed: 0}}
+model: {{pattern: A, layers: 2, width: 32, block_size: 4, heads: 2, kv_heads: 2, head_dim: 16, mlp_width: 64}}
+data: {{source: text, path: {folder}/text.txt, corpus: {folder}/corpus, documents: blank_line, held_out: 0.1,
+       sequence_length: 32, tokenizer: {{vocab_size: 320}}}}
+optimizer: {{learning_rate: 1.0e-2, warmup_steps: 2}}
+training: {{steps: 8, batch_size: 8, log_every: 1, checkpoint_every: 4, evaluate_every: 8, ema: 0.5}}
+evaluation: {{rows: 8, batch_size: 8}}
+sampling: {{blocks: 2}}
+"""
+
+# The command line, with a signal to itself when it reads the rows of a step.
+SIGNALLED = """
+import os, sys
+from diffjax.data.loader import TrainLoader
+step, number = int(sys.argv[1]), int(sys.argv[2])
+real = TrainLoader.rows
+def rows(self, asked, numbers):
+    if asked == step:
+        os.kill(os.getpid(), number)
+    return real(self, asked, numbers)
+TrainLoader.rows = rows
+from diffjax.cli import main
+
+pytestmark = pytest.mark.xdist_group("run")  # one worker, so that module fixtures are made once
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    draws = random.Random(0)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
+    texts = [" ".join(draws.choices(words, k=draws.randrange(5, 40))) + "." for _ in range(300)]
+    (folder / "text.txt").write_text("\n\n".join(texts))
+    (folder / "tiny.yaml").write_text(CONFIG.format(folder=folder))
+    return folder
+
+
+def start(home, *arguments, step=-1, number=0):
+    """Run the command line in a process of its own: (exit code, output)."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_COMPILATION_CACHE_DIR": str(home / "compile_cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    command = [sys.executable, "-c", SIGNALLED, str(step), str(int(number)), *map(str, arguments)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[1]
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def leaves(run_dir, step):
+    """Path -> digest of every leaf of a checkpoint, and where it stands in the data."""
+    store = Checkpoints(run_dir / "checkpoints")
+    assert step in store.complete_steps()
+    meta = store.read_meta(step)
+    return {path: leaf["digest"] for path, leaf in meta["leaves"].items()}, meta["tokens_seen"]
+
+
+@pytest.fixture(scope="module")
+def finished(home):
+    code, output = start(home, "train", home / "tiny.yaml")
+    assert code == 0, output
+    return home / "run", output
+
+
+@pytest.mark.multiprocess
+def test_a_whole_run(home, finished):
+    run_dir, output = finished
+    names = {path.name for path in run_dir.iterdir()}
+    want = {"config.yaml", "metrics.jsonl", "checkpoints", "samples", "summary.json", "tokenizer.model"}
+    assert want <= names
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["step"] == 8
+    assert summary["last_nelbo_nats_per_token"] < summary["first_nelbo_nats_per_token"]
+    assert summary["unigram_nats_per_token"] == pytest.approx(2.7, abs=0.5)
+    for number in ("unigram", "first_nelbo", "last_nelbo"):
+        assert f"{summary[number + '_nats_per_token']:.4f}" in output
+    assert f"diffjax sample {run_dir}" in output
+    assert f"diffjax train {home / 'tiny.yaml'} training.steps=16" in output
+    assert load_config(run_dir / "config.yaml").run.id == summary["run_id"]
+    assert (run_dir / "samples" / "step_000008.txt").read_text().count("--------") == 2
+
+
+@pytest.mark.multiprocess
+def test_killed_and_resumed_is_bit_equal(home, finished):
+    """kill -9 at step 6, while the checkpoint of step 4 may still be on its way to the disk."""
+    run_dir = home / "killed"
+    arguments = ("train", home / "tiny.yaml", f"run.dir={run_dir}")
+    code, output = start(home, *arguments, step=6, number=signal.SIGKILL)
+    assert code == -signal.SIGKILL, output
+    code, output = start(home, *arguments)
+    assert code == 0, output
+    assert leaves(run_dir, 8) == leaves(finished[0], 8)
+    assert losses(run_dir) == losses(finished[0]) and sorted(losses(run_dir)) == list(range(8))
+    assert leaves(run_dir, 8) != leaves(finished[0], 4)
+
+
+@pytest.mark.multiprocess
+def test_stopped_and_resumed_is_bit_equal(home, finished):
+    run_dir = home / "stopped"
+    arguments = ("train", home / "tiny.yaml", f"run.dir={run_dir}")
+    code, output = start(home, *arguments, step=4, number=signal.SIGTERM)
+    assert code == 75 and "SIGTERM: stopped at step 5 of 8" in output, output
+    assert f"diffjax train {home / 'tiny.yaml'} run.dir={run_dir}" in output
+    leaves(run_dir, 5)
+    code, output = start(home, *arguments)
+    assert code == 0 and "starting at step 5 of 8" in output, output
+    assert leaves(run_dir, 8) == leaves(finished[0], 8)
+    assert losses(run_dir) == losses(finished[0])
+
+
+@pytest.mark.multiprocess
+def test_a_run_in_use_is_refused(finished, home):
+    run_dir, _ = finished
+    with open(run_dir / ".lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="is in use by another training process"):
+            train(load_config(home / "tiny.yaml", ["training.steps=9"]))
+
+
+@pytest.mark.multiprocess
+def test_a_finished_run_says_so_and_another_config_is_refused(home, finished, capsys):
+    run_dir, _ = finished
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    result = train(load_config(home / "tiny.yaml"))
+    assert (result.step, result.exit_code) == (8, 0)
+    assert "already at step 8 of 8" in capsys.readouterr().out
+    assert result.summary == json.loads((run_dir / "summary.json").read_text())
+    with pytest.raises(UserError, match=r"belongs to another run: model\.width: 32 -> 64"):
+        train(load_config(home / "tiny.yaml", ["model.width=64", "training.steps=9"]))
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.multiprocess
+def test_loaded_evaluated_and_sampled(finished):
+    run_dir, _ = finished
+    run = load_run(run_dir)
+    assert run.step == 8 and run.denoiser.vocab_size == run.tokenizer.vocab_size
+    store = Checkpoints(run_dir / "checkpoints")
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), run.params)
+    state = store.restore({"ema": like, "params": like}).state
+    np.testing.assert_array_equal(run.params["embed"]["table"], state["ema"]["embed"]["table"])
+    assert not np.array_equal(state["params"]["embed"]["table"], state["ema"]["embed"]["table"])
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        record = evaluate(run)
+    last = [r["value"] for r in records(run_dir / "metrics.jsonl") if r["name"] == "eval/nelbo_nats_per_token"][-1]
+    assert record["eval/nelbo_nats_per_token"] == pytest.approx(last, rel=1e-5)
+    assert f"NELBO <= {last:.3f}"[:-1] in output.getvalue() and "bits/byte" in output.getvalue()
+
+    (generation,) = sample(run, ["alpha be"], blocks=2)
+    again, _ = sample(run, ["alpha be", "gamma"], blocks=2)
+    assert generation.text == again.text and 0 < len(generation.tokens) <= 8
+
+
+def test_folders_that_are_no_runs(tmp_path):
+    with pytest.raises(UserError, match="is not a run folder"):
+        load_run(tmp_path)
