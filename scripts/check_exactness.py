@@ -95,7 +95,7 @@ def random_config(rng, pattern, prefix, dtype):
         heads=4, head_dim=8, state=8, conv=4, groups=int(pick(1, 2)), directions=pick("separate", "shared")
     )
     return ModelConfig(
-        pattern=pattern, layers=max(2, len(pattern)), width=24, block_size=int(pick(1, 2, 3, 8)), prefix=prefix,
+        pattern=pattern, layers=max(2, len(pattern)), width=24, block_size=int(pick(2, 3, 8)), prefix=prefix,
         heads=4, kv_heads=int(pick(1, 2, 4)), head_dim=8, qk_norm=bool(pick(False, True)), mlp_width=32,
         tie_embeddings=bool(pick(False, True)), dtype=dtype, mamba=mamba,
     )  # fmt: skip

@@ -10,6 +10,8 @@ from diffjax.sampling.driver import ERROR, LENGTH, STOP, bucket
 from diffjax.sampling.rules import Decision, Rule, commit_only, quota, stateless, threshold
 from tests.sampling.nets import EOS, FIRST, FORBID, MASK, HashNet, ScriptNet, flags
 
+pytestmark = pytest.mark.xdist_group("sampling_driver")  # one worker, which compiles each loop once
+
 G = 4
 NET = HashNet(G)
 PARAMS = NET.init(seed=0, stop_bias=-90.0)
@@ -111,7 +113,7 @@ def test_f_a_row_does_not_depend_on_its_batch(temperature):
     state = run(threshold(), prompts, limits, knobs, STOPPING, row_ids=ids)
     together = rows(state, 4)
     assert len({tuple(r) for r in together}) == 4
-    for order in ([0], [1], [2], [3], [3, 1, 0, 2], [2, 0]):
+    for order in ([0], [1], [2], [3], [3, 1, 0, 2]):
         part = run(
             threshold(),
             [prompts[i] for i in order],

@@ -81,8 +81,18 @@ def decode_uncached(denoiser, params, like):
     return results
 
 
-@pytest.mark.parametrize("prefix", ["bidirectional", "causal"])
-@pytest.mark.parametrize("pattern", ["A", "M", "AM"])
+SHARED = pytest.mark.xdist_group("sampling_hybrid")  # one worker, which compiles the loop once
+
+
+@pytest.mark.parametrize(
+    "pattern, prefix",
+    [
+        ("A", "bidirectional"),
+        ("M", "causal"),
+        pytest.param("AM", "bidirectional", marks=SHARED),
+        ("AM", "causal"),
+    ],
+)
 def test_g_cached_equals_uncached(pattern, prefix):
     """Tokens and calls are equal, and the driver's context is the one that absorbs the text afresh."""
     denoiser, params = make(pattern, prefix)
@@ -97,6 +107,7 @@ def test_g_cached_equals_uncached(pattern, prefix):
             assert np.abs(kept - fresh).max() <= 1e-5 * max(1, np.abs(fresh).max())
 
 
+@SHARED
 def test_I10_no_step_alters_the_context():
     """Between the start of a block and its commit the context stays bit for bit; a commit touches the due rows only."""
     denoiser, params = make("AM")

@@ -9,6 +9,8 @@ from diffjax.errors import UserError
 from diffjax.sampling import generate, summary
 from tests.sampling.nets import BOS, EOS, FIRST, FORBID, MASK, PAD, UNK, ScriptNet
 
+pytestmark = pytest.mark.xdist_group("sampling_generate")
+
 G = 4
 NET = ScriptNet(G, vocab_size=FIRST + 256)
 

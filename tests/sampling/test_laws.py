@@ -13,6 +13,8 @@ from diffjax.sampling import driver
 from diffjax.sampling.rules import quota, threshold
 from tests.sampling.nets import EOS, FIRST, FORBID, MASK, Posterior, flags
 
+pytestmark = pytest.mark.xdist_group("sampling_laws")
+
 XOR = Posterior([[0.5, 0], [0, 0.5]])
 INDEPENDENT = Posterior(np.outer([0.9, 0.1], [0.6, 0.4]))
 N = np.arange(27)

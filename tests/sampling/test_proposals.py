@@ -9,6 +9,8 @@ from scipy.stats import chisquare
 from diffjax.sampling import proposals
 from diffjax.sampling.proposals import gumbel, nucleus, propose
 
+pytestmark = pytest.mark.xdist_group("sampling_proposals")
+
 V = 12
 FORBIDDEN = np.isin(np.arange(V), [0, 1, 4])
 run = jax.jit(propose, static_argnames="needs")

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from diffjax.sampling.proposals import Proposal
-from diffjax.sampling.rules import View, guard, quota, rank, scores, threshold, topk
+from diffjax.sampling.rules import TOKEN, View, guard, quota, rank, scores, threshold, topk
+
+pytestmark = pytest.mark.xdist_group("sampling_rules")
 
 B, G = 16, 32
 
@@ -129,5 +131,7 @@ def test_scores():
     assert np.allclose(scores("prob", KEYS, proposal), 0.25)
     uniform = np.asarray(scores("random", KEYS, proposal))
     assert uniform.min() >= 0 and uniform.max() < 1 and len(np.unique(uniform)) > B * G - 5
+    token_noise = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, TOKEN), (G, 64)))(KEYS)
+    assert np.isin(uniform, token_noise).mean() < 0.1, "positions and tokens are drawn from streams of their own"
     part = Proposal(*(leaf[3:5] for leaf in proposal[:3]))
     assert np.array_equal(uniform[3:5], scores("random", KEYS[3:5], part)), "I5"
