@@ -3,7 +3,8 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-flags = ["--xla_force_host_platform_device_count=8"]
+# Compilation is most of what the tests cost; optimising programs that run once only adds to it.
+flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; more threads than cores only get in each other's way
     flags.append("--xla_cpu_multi_thread_eigen=false")
     os.environ["OMP_NUM_THREADS"] = "1"

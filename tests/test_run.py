@@ -21,6 +21,8 @@ from diffjax.run import evaluate, load_run, sample, train
 from diffjax.training.checkpoint import Checkpoints
 from tests.training.toy import losses, records
 
+pytestmark = pytest.mark.xdist_group("run")  # one worker, so that module fixtures are made once
+
 CONFIG = """
 run: {{dir: {folder}/run, seed: 0}}
 model: {{pattern: A, layers: 2, width: 32, block_size: 4, heads: 2, kv_heads: 2, head_dim: 16, mlp_width: 64}}
@@ -44,8 +46,6 @@ def rows(self, asked, numbers):
     return real(self, asked, numbers)
 TrainLoader.rows = rows
 from diffjax.cli import main
-
-pytestmark = pytest.mark.xdist_group("run")  # one worker, so that module fixtures are made once
 sys.exit(main(sys.argv[3:]))
 """
 
