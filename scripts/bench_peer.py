@@ -3,9 +3,9 @@
     python -m venv peer && peer/bin/pip install dantinox==0.4.14
     python scripts/bench_peer.py --peer-python peer/bin/python
 
-Both train on random tokens in float32: 6 layers, D 256, 4 heads of 64, gated MLP 768, V 2048, L 512, batch 16, AdamW with
-clipping. dantinox (PyPI, JAX with Flax NNX) runs in its own process and environment; the two alternate, and the ratio is
-of the medians. G = L makes diffjax's block diffusion the peer's objective: one frontier, an empty context.
+Both train on random tokens in float32: 6 layers, D 256, 4 heads of 64, gated MLP 768, V 2048, L 512, batch 16, AdamW
+with clipping. dantinox (PyPI, JAX with Flax NNX) runs in its own process and environment; the two alternate, and the
+ratio is the median over turns. G = L makes diffjax's block diffusion the peer's objective: one frontier, no context.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from dantinox.paradigms.diffusion.discrete import DiscreteParadigm
 
 vocab_size, length, rows, steps = 2048, 512, 16, {steps}
 config = ModelConfig(
-    dim=256, n_heads=4, head_size=64, num_blocks=6, vocab_size=vocab_size, max_context=length, causal=False, dropout=0.0,
-    weight_tying=False, kv_heads=4, use_flash=False, expansion=3, use_swiglu=True, mask_token_id=vocab_size - 1,
-    paradigm="discrete", noise_schedule="linear",
+    dim=256, n_heads=4, head_size=64, num_blocks=6, vocab_size=vocab_size, max_context=length, causal=False,
+    dropout=0.0, weight_tying=False, kv_heads=4, use_flash=False, expansion=3, use_swiglu=True,
+    mask_token_id=vocab_size - 1, paradigm="discrete", noise_schedule="linear",
 )
 paradigm = DiscreteParadigm(config)
 graph, params, rest = nnx.split(paradigm.build_model(nnx.Rngs(0)), nnx.Param, ...)

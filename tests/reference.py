@@ -89,7 +89,7 @@ def layers_of_unit(unit, kinds):
     """Equal neighbours share one entry, named after the first of them and stacked over the run."""
     ordered = []
     for i, kind in enumerate(kinds):
-        first = i - len(kinds[:i]) + len(kinds[:i].rstrip(kind))  # where the run of this kind starts
+        first = len(kinds[:i].rstrip(kind))  # where the run of this kind starts
         alone = (i == 0 or kinds[i - 1] != kind) and (i + 1 == len(kinds) or kinds[i + 1] != kind)
         weights = unit[f"layer_{first}"]
         ordered.append((kind, weights if alone else pick(weights, i - first)))

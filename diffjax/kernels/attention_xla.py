@@ -43,9 +43,7 @@ def attend(q, k, v, lo, hi, own, structure, block_size: int) -> Array:
         last = min(first + per_span, tiles)
         limit = _key_limit(structure, last * tile, keys, block_size)
         span_k, span_v = k[:, :limit], v[:, :limit]
-        attend_tile = jax.checkpoint(
-            lambda tile, span_k=span_k, span_v=span_v: _tile(tile[0], span_k, span_v, tile[1], tile[2], tile[3])
-        )
+        attend_tile = lambda tile, span_k=span_k, span_v=span_v: _tile(tile[0], span_k, span_v, *tile[1:])
         outputs.append(jax.lax.map(attend_tile, jax.tree.map(lambda array: array[first:last], per_tile)))  # noqa: B023
     y = jnp.moveaxis(jnp.concatenate(outputs), 0, 1).reshape(batch, queries + pad, heads, head_dim)
     return y[:, :queries]
@@ -60,8 +58,12 @@ def _key_limit(structure, end: int, keys: int, block_size: int) -> int:
     return keys
 
 
+@jax.checkpoint
 def _tile(q, k, v, lo, hi, own) -> Array:
-    """Queries [B, S, Hkv, r, P] against keys [B, T, Hkv, P] and their own blocks, in one softmax."""
+    """Queries [B, S, Hkv, r, P] against keys [B, T, Hkv, P] and their own blocks, in one softmax.
+
+    Scores are computed again in the backward pass: storing them would cost more than the product does.
+    """
     batch, queries, key_heads, _, head_dim = q.shape
     dtype = accumulation_dtype(q.dtype)
     scale = head_dim**-0.5

@@ -115,7 +115,6 @@ def compare(args, mask, own_valid=None, structure=None, size=1):
 ROWS = {
     "G1": (Row(1, [1] * 11), Row(1, [1] * 4 + [2] * 7)),
     "G3-packed": (Row(3, [1, 1, 2, 2, 2], pads=(5,)), Row(3, [1, 2, 3, 3, 0], pads=(2, 11, 12, 13, 14))),
-    "G4-one-document": (Row(4, [1, 1, 1]), Row(4, [1, 1, 1], pads=(10, 11))),
     "G8": (Row(8, [1, 1, 1, 1]), Row(8, [1, 2, 2, 0], pads=range(21, 32))),
     "one-block": (Row(7, [1]), Row(7, [1], pads=(5, 6))),
     "empty-row": (Row(4, [0, 0], pads=range(8)), Row(4, [1, 1])),

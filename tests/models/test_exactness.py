@@ -35,7 +35,7 @@ def test_T2_all_frontiers_corners(name, dtype):
     test_T2_all_frontiers_equal_reference(name, dtype)
 
 
-@parametrize([name for name in MAIN if name != "AMMMMM-causal"])
+@parametrize(["A-bidirectional", "M-bidirectional", "M-causal", "AM-causal", "AMMMMM-bidirectional"])
 def test_T2_some_frontiers_in_any_order_equal_reference(name, dtype):
     """F = 3 (F = K for one model), each row with its own blocks in its own order."""
     model = case(name, dtype)
@@ -105,14 +105,14 @@ def test_T7_causal_context_of_any_length(name, dtype):
     """A causal prefix need not be whole blocks: the frontier stands right after its last token."""
     model = case(name, dtype)
     size, rows = model.config.block_size, model.blocks
-    count = np.array([1, size + 1, 2 * size - 1, 2 * size + 1, 2][:rows])
+    count = np.arange(rows) * (size + 1) % (model.length - size) + 1
     context = model.absorb(np.broadcast_to(model.texts[0], (rows, model.length)), model.empty(rows), count)
     logits = model.denoise(model.noisy[0], context)
     for row, taken in enumerate(count):
         model.close(logits[row], model.reference(model.texts[0, :taken], model.noisy[0, row]))
 
 
-@parametrize(["A-causal", "M-bidirectional", "AM-bidirectional"])
+@parametrize(["A-causal", "AM-bidirectional"])
 def test_T8_a_row_alone_equals_the_row_among_others(name, dtype):
     model = case(name, dtype)
     together = model.denoise(model.noisy[0], model.prefixes)
@@ -142,7 +142,7 @@ def test_forward_only_makes_both_prefix_modes_equal(name, dtype):
     other.close(other.train(model.texts, model.noisy), model.expected)
 
 
-@parametrize([name for name in MAIN if MAIN[name][0].prefix == "causal"], "float64")
+@parametrize(["A-causal", "M-causal", "AM-causal"])
 def test_clean_logits_equal_reference(name, dtype):
     model = case(name, dtype)
     expected = np.array(
@@ -164,7 +164,7 @@ def test_clean_head_rides_on_the_training_pass(name, dtype):
     model.close(np.asarray(clean_logits), np.asarray(clean_only))
 
 
-@parametrize(["AM-bidirectional"])
+@parametrize(["M-bidirectional"])
 def test_embedding_is_added_to_the_frontier(name, dtype):
     """The same in denoise and training, and adding table[b] - table[a] turns token a into token b."""
     model = case(name, dtype)

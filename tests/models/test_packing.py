@@ -72,8 +72,7 @@ class Packed:
         )
 
 
-# Compiling a gradient is dear: one model per pattern and prefix mode that differ most.
-GRADIENTS = ["A-bidirectional", "M-bidirectional", "AM-causal"]
+GRADIENTS = ["M-bidirectional", "AM-causal"]  # compiling a gradient is dear: both mixers, both prefix modes
 
 
 @parametrize(MAIN)
@@ -155,7 +154,7 @@ def test_T11_what_stands_in_pads_changes_no_bit_of_the_gradient(name, dtype):
         assert np.array_equal(one, other), path
 
 
-@parametrize([name for name in MAIN if MAIN[name][0].block_size > 1])
+@parametrize(["A-causal", "M-causal", "AM-bidirectional"])
 def test_T11_denoise_of_a_ragged_block_equals_the_cut_block(name, dtype):
     model = case(name, dtype)
     size = model.config.block_size
