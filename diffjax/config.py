@@ -70,6 +70,7 @@ class ModelConfig:
     rope_theta: float = refuse(1e4)
     mlp_width: int = refuse(384)
     tie_embeddings: bool = refuse(False)
+    init_std: float = refuse(0.02)  # of embeddings and projections; narrow models learn sooner from width**-0.5
     dtype: Literal["float32", "bfloat16", "float64"] = refuse("float32")
     remat: Literal["none", "block", "dots"] = free("none")
     mamba: MambaConfig = refuse(MambaConfig)
@@ -102,8 +103,8 @@ class TokenizerConfig:
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     source: Literal["python_stdlib", "text", "jsonl", "parquet"] = refuse("python_stdlib")
-    path: str | None = refuse(None)
-    corpus: str | None = refuse(None)
+    path: str | None = free(None)  # both may move: a resume compares the corpus itself
+    corpus: str | None = free(None)
     text_field: str = refuse("text")
     documents: Literal["file", "blank_line"] = refuse("file")
     held_out: float = refuse(0.08)
@@ -269,7 +270,7 @@ _RANGES = (
     (
         lambda value: value > 0,
         "must be above 0",
-        "model.norm_eps model.rope_theta optimizer.learning_rate optimizer.epsilon optimizer.clip_norm "
+        "model.norm_eps model.rope_theta model.init_std optimizer.learning_rate optimizer.epsilon optimizer.clip_norm "
         "guard.spike_sigma",
     ),
     (lambda value: 0 <= value < 1, "must be at least 0 and below 1", "optimizer.beta1 optimizer.beta2 training.ema"),

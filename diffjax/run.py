@@ -37,7 +37,7 @@ from diffjax.parallel.mesh import batch_sharding, make_mesh
 from diffjax.sampling.generate import Generation, generate, sampler
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.loop import Job, fit
-from diffjax.training.start import stored_meta, weights_entry
+from diffjax.training.start import check_weights, stored_meta, weights_entry
 from diffjax.training.tracking import duration, is_first_process, plain, read_metric
 
 NELBO = "eval/nelbo_nats_per_token"
@@ -153,14 +153,13 @@ def load_run(folder, overrides=()) -> Run:
         )
         try:
             meta = checkpoints.newest_meta()
-            entry = "params" if meta is None else weights_entry(meta)
-            restored = None if meta is None else checkpoints.restore({entry: params})
+            if meta is None:
+                raise UserError(f"{run_dir}: holds no complete checkpoint yet; train it first")
+            check_weights(meta, config, tokenizer.identity, str(run_dir))
+            entry = weights_entry(meta)
+            restored = checkpoints.restore({entry: params})
         finally:
             checkpoints.close()
-    if restored is None:
-        raise UserError(f"{run_dir}: holds no complete checkpoint yet; train it first")
-    if restored.meta["tokenizer"] != tokenizer.identity:
-        raise UserError(f"{run_dir / 'tokenizer.model'} is not the tokenizer that the checkpoint was trained with")
     return Run(run_dir, config, tokenizer, denoiser, restored.state[entry], restored.step, restored.meta)
 
 

@@ -2,7 +2,7 @@
 
     python scripts/bench_training.py                              # A, M and AMMMMM of the quickstart, F = all and F = 1
     python scripts/bench_training.py --full-sequence              # attention at G = L, 6 layers, D 256, L 512, V 2048
-    python scripts/bench_training.py --patterns M --profile       # the operations that take the time
+    python scripts/bench_training.py --patterns M --profile model.remat=none    # the operations that take the time
 
 Rows are random tokens, steps are whole train steps (noise, gradients, guard, AdamW), cases take turns, and figures are
 medians. A sequence's tokens count once, although all frontiers read nearly every token twice.
@@ -12,6 +12,7 @@ import argparse
 import collections
 import glob
 import json
+import re
 import statistics
 import tempfile
 import time
@@ -30,7 +31,7 @@ MASK_ID = 4
 FULL_SEQUENCE = [
     "model.pattern=A", "model.layers=6", "model.width=256", "model.heads=4", "model.kv_heads=4", "model.head_dim=64",
     "model.mlp_width=768", "model.block_size=512", "data.sequence_length=512", "training.batch_size=16",
-    "objective.frontiers=1", "model.prefix=bidirectional", "objective.autoregressive=0", "model.remat=none",
+    "objective.frontiers=1", "model.prefix=bidirectional", "objective.autoregressive=0", "model.remat=dots",
 ]  # fmt: skip
 
 
@@ -68,23 +69,17 @@ def run(case: dict) -> None:
 
 def profile(case: dict, rows: int = 15) -> None:
     """Print the operations of two steps that take the most time, with what they came from in the model."""
-    text = case["step"].as_text()
+    origin = origins(case["step"].as_text())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run(case)
             run(case)
         (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         planes = jax.profiler.ProfileData.from_file(path).planes
-    spent, origin = collections.Counter(), {}
-    for line in text.splitlines():
-        name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
-        if "op_name=" in rest or ', "' in rest:
-            origin[name.lstrip("%")] = rest.split('"')[-2]
-    for plane in planes:
-        for line in plane.lines:
-            for event in line.events:
-                if event.name in origin:
-                    spent[event.name] += event.duration_ns
+    spent = collections.Counter()
+    for event in (event for plane in planes for line in plane.lines for event in line.events):
+        if event.name in origin:
+            spent[event.name] += event.duration_ns
     groups = collections.Counter()
     for name, nanoseconds in spent.items():
         groups[group_of(origin[name], name)] += nanoseconds
@@ -94,25 +89,45 @@ def profile(case: dict, rows: int = 15) -> None:
         print(f"  {nanoseconds / total:6.1%}  {group}")
 
 
+def origins(text: str) -> dict[str, str]:
+    """Where each operation of a compiled module comes from: its name -> the path in the model, of its matrix product
+    if it holds one. Calls and loops are left out: their operations count themselves."""
+    inside, found, computation = {}, {}, ""
+    for line in text.splitlines():
+        if line.endswith("{"):
+            computation = line.split()[0].lstrip("%")
+        name, _, rest = line.strip().removeprefix("ROOT ").lstrip("%").partition(" = ")
+        path = re.search(r'op_name="([^"]*)"', rest)
+        called = re.search(r"calls=%?([\w.-]+)", rest)
+        path = path[1] if path else ""
+        if re.search(r" dot\(", rest):
+            path = path if "dot_general" in path else f"{path}/dot_general"
+            inside[computation] = path
+        if rest and not re.search(r" (while|call|conditional|parameter|tuple|constant)\(", rest):
+            found[name] = inside.get(called[1], path) if called else path
+    return found
+
+
 def group_of(origin: str, name: str) -> str:
     """The part of the model an operation belongs to."""
     direction = "backward" if "transpose(" in origin else "forward"
-    places = {
-        "mlp": "MLP", "mixer_norm": "norms", "mlp_norm": "norms", "head": "head and loss", "embed": "embedding",
-        "conv_": "Mamba convolution", "scan": "Mamba scan", "mixer": "mixer: all else",
-    }  # fmt: skip
-    if "dot_general" in origin and ("/mixer" in origin or "/mlp" in origin):
-        part = "projections of the mixer" if "/mixer" in origin else "MLP"
-        return f"{part}, matrix products, {direction}" if "einsum" not in origin else f"mixer einsums, {direction}"
-    for place, label in places.items():
-        if f"/{place}" in origin:
-            return f"{label}, {direction}"
-    return "optimizer, guard, noise" if "layers" not in origin else f"loop over layers: copies, {direction}"
+    kind = "matrix products" if "dot_general" in origin else "the rest"
+    for place, part in (
+        ("mlp/", "MLP"), ("_norm", "norms"), ("head", "head and loss"), ("embed", "embedding"),
+        ("conv_", "convolution"), ("_project", "mixer projections"), ("output/", "mixer projections"),
+        ("scan", "Mamba: scan"), ("mixer", "mixer"),
+    ):  # fmt: skip
+        if f"/{place}" in origin or place in origin.split("/")[-2:-1]:
+            return f"{part}, {kind}, {direction}"
+    if "dynamic" in name or "broadcast" in name:
+        return f"stacks of saved activations, {direction}"
+    return f"loss, optimizer, guard, noise: {kind}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", default="configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--config", default="configs/quickstart.yaml")
     parser.add_argument("--patterns", default="A,M,AMMMMM")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--full-sequence", action="store_true")
@@ -120,11 +135,13 @@ def main() -> None:
     options = parser.parse_args()
 
     if options.full_sequence:
-        cases = [prepare_case(options.config, FULL_SEQUENCE)]
+        cases = [prepare_case(options.config, [*FULL_SEQUENCE, *options.overrides])]
     else:
         frontiers = ("all",) if options.profile else ("all", "1")
         cases = [
-            prepare_case(options.config, [f"model.pattern={pattern}", f"objective.frontiers={count}"])
+            prepare_case(
+                options.config, [f"model.pattern={pattern}", f"objective.frontiers={count}", *options.overrides]
+            )
             for pattern in options.patterns.split(",")
             for count in frontiers
         ]

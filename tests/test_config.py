@@ -525,12 +525,12 @@ def test_every_field_says_what_a_resume_may_do_with_it():
     ("key", "kind"),
     [
         *((key, "free") for key in ["training.log_every", "tracking.wandb", "checkpoint.keep_last", "mesh.fsdp"]),
-        *((key, "free") for key in ["training.microbatches", "model.remat", "training.evaluate_every", "run.dir"]),
+        *((key, "free") for key in ["training.microbatches", "model.remat", "data.corpus", "data.path", "run.dir"]),
         *((key, "warn") for key in ["optimizer.learning_rate", "optimizer.schedule", "training.steps"]),
         *((key, "warn") for key in ["optimizer.weight_decay", "optimizer.clip_norm", "guard.spike_sigma"]),
         *((key, "refuse") for key in ["model.pattern", "model.prefix", "model.block_size", "data.sequence_length"]),
         *((key, "refuse") for key in ["data.tokenizer.vocab_size", "objective.mask_rate", "run.seed", "data.packing"]),
-        *((key, "refuse") for key in ["training.batch_size", "model.dtype", "data.corpus"]),
+        *((key, "refuse") for key in ["training.batch_size", "model.dtype", "data.source"]),
     ],
 )
 def test_resume_classes(key, kind):

@@ -163,6 +163,10 @@ def test_a_finished_run_says_so_and_another_config_is_refused(home, finished, ca
 @pytest.mark.multiprocess
 def test_loaded_evaluated_and_sampled(finished):
     run_dir, _ = finished
+    for key, old, new in (("model.prefix", "bidirectional", "causal"), ("model.block_size", 4, 8),
+                          ("data.tail", "mask_fill", "eos_fill")):  # fmt: skip
+        with pytest.raises(UserError, match=f"its weights mean something else: {key}: {old} -> {new}"):  # T9
+            load_run(run_dir, [f"{key}={new}"])
     run = load_run(run_dir)
     assert run.step == 8 and run.denoiser.vocab_size == run.tokenizer.vocab_size
     store = Checkpoints(run_dir / "checkpoints")

@@ -1,6 +1,8 @@
-"""Which backend of a kernel runs. An explicit choice never falls back."""
+"""What all kernels share: which backend runs (an explicit choice never falls back), and the name of what they save."""
 
 from types import ModuleType
+
+SAVED = "saved by a kernel"  # the name (jax.ad_checkpoint.checkpoint_name) of results that rematerialisation may keep
 
 
 def choose(operation: str, backend: str, backends: dict[str, ModuleType]) -> ModuleType:

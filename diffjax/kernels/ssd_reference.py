@@ -24,16 +24,20 @@ def scan(x, dt, A, Bm, Cm, block_size: int, initial_state, reset, chunk: int | N
 
 def block(x, dt, A, Bm, Cm, seed, reverse: bool):
     """As `diffjax.kernels.ssd.ssd_block`."""
-    batch, frontiers = x.shape[:2]
-    fold = lambda array: array.reshape(batch * frontiers, *array.shape[2:])
-    streams = [fold(array) for array in (x, dt, Bm, Cm)]
-    if reverse:
-        streams = [jnp.flip(stream, axis=1) for stream in streams]
-    x_, dt_, Bm_, Cm_ = streams
+    return scan_blocks(scan, x, dt, A, Bm, Cm, seed, reverse)
+
+
+def scan_blocks(scan, x, dt, A, Bm, Cm, seed, reverse: bool) -> Array:
+    """Blocks as rows of a backend's `scan`: reverse is flip, scan, flip."""
+    batch, frontiers, length = x.shape[:3]
+    rows = lambda array: array.reshape(batch * frontiers, *array.shape[2:])
+    flip = lambda array: jnp.flip(array, axis=1) if reverse else array
     if seed is None:
         seed = jnp.zeros((batch, frontiers, *x.shape[3:], Bm.shape[-1]), dt.dtype)
-    y, _ = _recurrence(x_, dt_, A, Bm_, Cm_, fold(seed), jnp.zeros(x_.shape[:2], bool))
-    return (jnp.flip(y, axis=1) if reverse else y).reshape(x.shape)
+    no_reset = jnp.zeros((batch * frontiers, 2), bool)
+    streams = [flip(rows(array)) for array in (x, dt, Bm, Cm)]
+    y, _ = scan(*streams[:2], A, *streams[2:], length, rows(seed), no_reset, None)
+    return flip(y).reshape(x.shape)
 
 
 def _recurrence(x, dt, A, Bm, Cm, state, starts) -> tuple[Array, Array]:

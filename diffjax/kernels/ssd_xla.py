@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from diffjax.kernels.precision import einsum
+from diffjax.kernels.ssd_reference import scan_blocks
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 64
 
@@ -77,7 +78,7 @@ def block(x, dt, A, Bm, Cm, seed, reverse: bool):
     """As `diffjax.kernels.ssd.ssd_block`; blocks longer than a chunk are scanned in chunks."""
     batch, frontiers, length, heads, head_dim = x.shape
     if chunk_size(length) < length:
-        return _long_block(x, dt, A, Bm, Cm, seed, reverse)
+        return scan_blocks(scan, x, dt, A, Bm, Cm, seed, reverse)
     groups = Bm.shape[3]
     grouped = lambda array, axis: array.reshape(*array.shape[:axis], groups, -1, *array.shape[axis + 1 :])
     u = grouped((x * dt[..., None]).astype(x.dtype), 3)
@@ -86,20 +87,6 @@ def block(x, dt, A, Bm, Cm, seed, reverse: bool):
     if seed is not None:
         y = y + _from_state(grouped(seed, 2), cum, Cm, True)
     return y.reshape(x.shape).astype(x.dtype)
-
-
-def _long_block(x, dt, A, Bm, Cm, seed, reverse: bool):
-    batch, frontiers, length = x.shape[:3]
-    fold = lambda array: array.reshape(batch * frontiers, *array.shape[2:])
-    streams = [fold(array) for array in (x, dt, Bm, Cm)]
-    if reverse:
-        streams = [jnp.flip(stream, axis=1) for stream in streams]
-    x_, dt_, Bm_, Cm_ = streams
-    if seed is None:
-        seed = jnp.zeros((batch, frontiers, *x.shape[3:], Bm.shape[-1]), dt.dtype)
-    no_reset = jnp.zeros((batch * frontiers, 2), bool)
-    y, _ = scan(x_, dt_, A, Bm_, Cm_, length, fold(seed), no_reset, None)
-    return (jnp.flip(y, axis=1) if reverse else y).reshape(x.shape)
 
 
 def all_edges(boundary) -> Array:

@@ -30,7 +30,9 @@ class Attention(nn.Module):
 
     def setup(self):
         c = self.config
-        inward = lambda heads, axis: Projection((c.width, heads, c.head_dim), ("embed", axis, "head_dim"), self.dtype)
+        inward = lambda heads, axis: Projection(
+            (c.width, heads, c.head_dim), ("embed", axis, "head_dim"), self.dtype, c.init_std
+        )
         self.query = inward(c.heads, "heads")
         self.key = inward(c.kv_heads, "kv_heads")
         self.value = inward(c.kv_heads, "kv_heads")

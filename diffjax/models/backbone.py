@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from diffjax.config import KernelsConfig, ModelConfig
+from diffjax.kernels.dispatch import SAVED
 from diffjax.models import attention, mamba
-from diffjax.models.layers import EMBEDDING_STD, GatedMLP, RMSNorm
+from diffjax.models.layers import GatedMLP, RMSNorm
 from diffjax.models.streams import CleanStream, FrontierStream
 
 
@@ -26,14 +27,14 @@ class Layer(nn.Module):
 
     def setup(self):
         c = self.config
-        output_std = EMBEDDING_STD / (2 * c.layers) ** 0.5
+        output_std = c.init_std / (2 * c.layers) ** 0.5
         self.mixer_norm = RMSNorm((c.width,), ("embed",), c.norm_eps, self.dtype)
         self.mlp_norm = RMSNorm((c.width,), ("embed",), c.norm_eps, self.dtype)
         if self.kind == "A":
             self.mixer = attention.Attention(c, self.dtype, output_std, self.kernels.attention)
         else:
             self.mixer = mamba.Mamba(c, self.dtype, output_std, self.kernels.ssd)
-        self.mlp = GatedMLP(c.width, c.mlp_width, self.dtype, output_std)
+        self.mlp = GatedMLP(c.width, c.mlp_width, self.dtype, c.init_std, output_std)
 
     def __call__(self, hidden, context, clean_stream: CleanStream | None, frontier_stream: FrontierStream | None):
         """Pass hidden = (clean [B, T, D], frontier [B, F, G, D]), either of them None, through the layer.
@@ -112,10 +113,12 @@ def scan(module: type[nn.Module], length: int) -> type[nn.Module]:
 
 def remat(layer: type[nn.Module], policy: str) -> type[nn.Module]:
     """The layer under a rematerialisation policy: `none` keeps all activations, `block` only the layer's inputs,
-    `dots` also the results of its matrix products."""
+    `dots` also what its matrices and its attention gave."""
     if policy == "none":
         return layer
-    policies = {"block": None, "dots": jax.checkpoint_policies.checkpoint_dots}
+    save = jax.checkpoint_policies
+    dots = save.save_from_both_policies(save.dots_with_no_batch_dims_saveable, save.save_only_these_names(SAVED))
+    policies = {"block": None, "dots": dots}
     return nn.remat(layer, prevent_cse=False, policy=policies[policy])
 
 

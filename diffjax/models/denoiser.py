@@ -21,7 +21,7 @@ from diffjax.kernels.precision import accumulation_dtype
 from diffjax.models import streams
 from diffjax.models.backbone import Backbone, empty_context
 from diffjax.models.context import Context, capacity_of, grow
-from diffjax.models.layers import EMBEDDING_STD, Projection, RMSNorm, parameter
+from diffjax.models.layers import Projection, RMSNorm, parameter
 
 Params = dict[str, Any]
 
@@ -38,12 +38,13 @@ class DenoiserModule(nn.Module):
     def setup(self):
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         self.padded = -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        self.embed = Embedding((self.padded, c.width), dtype)
+        self.embed = Embedding((self.padded, c.width), dtype, c.init_std)
         self.layers = Backbone(c, self.kernels, dtype)
         self.norm = RMSNorm((c.width,), ("embed",), c.norm_eps, dtype)
         if not c.tie_embeddings:
             logits_dtype = accumulation_dtype(dtype)
-            self.head = Projection((c.width, self.padded), ("embed", "vocab"), dtype, out_dtype=logits_dtype)
+            shape, axes = (c.width, self.padded), ("embed", "vocab")
+            self.head = Projection(shape, axes, dtype, c.init_std, out_dtype=logits_dtype)
 
     def __call__(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None, clean_head=False):
         """Tokens of either stream, or None -> (frontier logits, clean logits, contexts, auxiliary)."""
@@ -66,9 +67,10 @@ class DenoiserModule(nn.Module):
 class Embedding(nn.Module):
     shape: tuple[int, int]
     dtype: jnp.dtype
+    std: float
 
     def setup(self):
-        self.table = parameter(self, "table", nn.initializers.normal(EMBEDDING_STD), self.shape, ("vocab", "embed"))
+        self.table = parameter(self, "table", nn.initializers.normal(self.std), self.shape, ("vocab", "embed"))
 
     def __call__(self, tokens: Array) -> Array:
         return jnp.take(self.table, tokens, axis=0).astype(self.dtype)

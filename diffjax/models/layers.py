@@ -11,8 +11,6 @@ from jax import Array
 
 from diffjax.kernels.precision import accumulation_dtype
 
-EMBEDDING_STD = 0.02
-
 
 def parameter(
     module: nn.Module, name: str, init: Callable, shape: tuple[int, ...], axes: tuple[str | None, ...]
@@ -48,7 +46,7 @@ class Projection(nn.Module):
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     dtype: jnp.dtype
-    std: float = EMBEDDING_STD
+    std: float
     contract: int = 1
     out_dtype: jnp.dtype | None = None
 
@@ -68,11 +66,11 @@ def matmul(x: Array, kernel: Array, dtype) -> Array:
     the kernel's gradient as dy^T x; XLA then recomputes all that is fused into dy with strided writes, which on CPU
     took half of a training step. Here dy is computed once and x is what gets transposed.
     """
-    return _product(x, kernel.astype(x.dtype), (1, 0), dtype)
+    return _matmul_forward(x, kernel, dtype)[0]
 
 
 def _matmul_forward(x, kernel, dtype):
-    return matmul(x, kernel, dtype), (x, kernel)
+    return _product(x, kernel.astype(x.dtype), (1, 0), dtype), (x, kernel)
 
 
 def _matmul_backward(dtype, saved, dy):
@@ -110,12 +108,13 @@ class GatedMLP(nn.Module):
     width: int
     hidden: int
     dtype: jnp.dtype
+    std: float
     output_std: float
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         shape, axes = (self.width, self.hidden), ("embed", "mlp")
-        gate = Projection(shape, axes, self.dtype, name="gate")(x)
-        up = Projection(shape, axes, self.dtype, name="up")(x)
+        gate = Projection(shape, axes, self.dtype, self.std, name="gate")(x)
+        up = Projection(shape, axes, self.dtype, self.std, name="up")(x)
         down = Projection((self.hidden, self.width), ("mlp", "embed"), self.dtype, self.output_std, name="down")
         return down(nn.silu(gate) * up)

@@ -98,7 +98,7 @@ class MambaDirection(nn.Module):
         c, m = self.config, self.config.mamba
         heads, head_axes = (m.heads, m.head_dim), ("ssm_heads", "ssm_head_dim")
         group, group_axes = (m.groups, m.state), ("groups", "state")
-        inward = lambda shape, axes, **kw: Projection((c.width, *shape), ("embed", *axes), self.dtype, **kw)
+        inward = lambda shape, axes, **kw: Projection((c.width, *shape), ("embed", *axes), self.dtype, c.init_std, **kw)
         self.z = inward(heads, head_axes)
         self.x = inward(heads, head_axes)
         self.B = inward(group, group_axes)

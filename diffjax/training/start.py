@@ -1,6 +1,6 @@
 """Where a run starts from: its own folder, another run's checkpoint, or scratch, in this order; and what forbids it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from diffjax.training.checkpoint import Checkpoints, Mismatch
 from diffjax.training.optimizer import make_optimizer
 from diffjax.training.step import fresh_state, make_init
 
-# Keys of the model that say how it is computed or cut, not what its parameters mean.
-FREE_FOR_WEIGHTS = {"model.block_size", "model.remat", "model.dtype"}
+# Keys of the model that a new run may change on weights it starts from: how those began, are computed and are cut.
+FREE_FOR_OTHER_RUNS = {"model.init_std", "model.block_size", "model.dtype"}
 
 
 class Start(NamedTuple):
@@ -99,7 +99,8 @@ def _from_other_run(config: Config, target, placement, identities, say) -> Start
             check_resume(meta, config, identities, name, say)
             restored = other.restore(target, step=number)
             return Start(_calm(restored.state), restored.step, restored.meta["tokens_seen"], restored.source)
-        _check_weights(meta, config, identities, name)
+        where = f"checkpoint.init_from={name}"
+        check_weights(meta, config, identities["tokenizer"], where, FREE_FOR_OTHER_RUNS)
         entry = weights_entry(meta)
         restored = other.restore({entry: target["params"]}, step=number)
     finally:
@@ -114,17 +115,21 @@ def weights_entry(meta: dict) -> str:
     return "ema" if any(path.startswith("ema/") for path in meta["leaves"]) else "params"
 
 
-def _check_weights(meta: dict, config: Config, identities: dict, name: str) -> None:
+def check_weights(meta: dict, config: Config, tokenizer: str, where: str, free: Collection[str] = ()) -> None:
+    """Refuse (Mismatch) to read a checkpoint's weights as something else than they were trained to be.
+
+    `free` are keys of the model that may differ, `tokenizer` is the identity of the one that the weights will meet.
+    """
     _, _, refused = resume_diff(meta["config"], config)
     matter = [
         f"{key}: {old} -> {new}"
         for key, old, new in refused
-        if (key.startswith("model.") and key not in FREE_FOR_WEIGHTS) or key == "data.tail"
+        if (key.startswith("model.") and key not in free) or key == "data.tail"
     ]
-    if meta["tokenizer"] != identities["tokenizer"]:
+    if meta["tokenizer"] != tokenizer:
         matter.append("the tokenizer differs; give data.tokenizer.path the one in that run's folder")
     if matter:
-        raise Mismatch(f"checkpoint.init_from={name}: its weights mean something else: {'; '.join(matter)}")
+        raise Mismatch(f"{where}: its weights mean something else: {'; '.join(matter)}")
 
 
 def package_versions() -> dict[str, str]:

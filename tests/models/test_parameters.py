@@ -70,7 +70,7 @@ def expected_count(config):
 
 
 MEDIUM = ModelConfig(
-    pattern="AM", layers=4, width=256, block_size=16, heads=4, kv_heads=4, head_dim=64, mlp_width=512,
+    pattern="AM", layers=4, width=256, init_std=0.03, block_size=16, heads=4, kv_heads=4, head_dim=64, mlp_width=512,
     mamba=MambaConfig(heads=8, head_dim=32, state=16),
 )  # fmt: skip
 MEDIUM_VOCAB = 2048
@@ -86,7 +86,8 @@ def initial():
 def test_initial_weights_follow_their_laws(initial):
     _, params = initial
     params = dict(leaves(params))
-    small = 0.02 / np.sqrt(2 * MEDIUM.layers)
+    assert ModelConfig().init_std == 0.02
+    small = MEDIUM.init_std / np.sqrt(2 * MEDIUM.layers)
     for path, leaf in params.items():
         name, parent = path.split("/")[-1], path.split("/")[-2]
         if name == "scale" or name == "D_skip":
@@ -99,7 +100,7 @@ def test_initial_weights_follow_their_laws(initial):
         elif parent.startswith("conv"):
             assert np.abs(leaf).max() <= 0.5 and np.abs(leaf).std() > 0.1 and abs(leaf.mean()) < 0.1, path
         else:
-            std = small if parent in ("output", "down") else 0.02
+            std = small if parent in ("output", "down") else MEDIUM.init_std
             assert abs(leaf.std() / std - 1) < 0.05 and abs(leaf.mean()) < 0.1 * std, path
     kernels = [leaf for path, leaf in params.items() if path.endswith(("gate/kernel", "up/kernel"))]
     assert not np.array_equal(kernels[0], kernels[1])

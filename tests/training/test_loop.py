@@ -159,7 +159,8 @@ def test_another_corpus_is_refused(straight):
 
 
 def test_weights_of_another_run(straight, tmp_path):
-    """A new optimizer at step 0 around the averaged weights; another block size is fine, another prefix mode is not."""
+    """A new optimizer at step 0 around the averaged weights; another block size is fine, another prefix mode or tail is
+    not (T9)."""
     folder, want, _ = straight
     start = dict(checkpoint__init_from=str(folder), training__batch_size=16)
     config = make_config(tmp_path / "a", **start, model__block_size=8, optimizer__learning_rate=1e-30)
@@ -177,6 +178,8 @@ def test_weights_of_another_run(straight, tmp_path):
     assert int(outcome.state["opt"][0].count) == 8
     with pytest.raises(UserError, match=r"model.prefix: bidirectional -> causal"):
         fit(make_job(make_config(tmp_path / "b", **start, model__prefix="causal")))
+    with pytest.raises(UserError, match=r"data.tail: mask_fill -> truncate"):
+        fit(make_job(make_config(tmp_path / "b", **start, data__tail="truncate")))
     with pytest.raises(UserError, match="has no complete checkpoint of step 5"):
         fit(make_job(make_config(tmp_path / "c", **{**start, "checkpoint__init_from": f"{folder}@5"})))
     with pytest.raises(UserError, match="tokenizer differs"):
