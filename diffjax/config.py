@@ -288,8 +288,8 @@ _RANGES = (
         "model.pattern",
     ),
     (
-        lambda value: 0 <= value[0] <= value[1] <= 1 and value[1] > 0,
-        "must be [low, high] with 0 <= low <= high <= 1 and high above 0",
+        lambda value: 0 <= value[0] <= value[1] <= 1 and value[1] >= 1e-3,
+        "must be [low, high] with 0 <= low <= high <= 1 and high at least 0.001",
         "objective.mask_rate",
     ),
     (
@@ -311,6 +311,16 @@ def validate(config: Config) -> None:
         for test, rule, names in _RANGES
         for name in names.split()
         if values[name] is not None and not test(values[name])
+    ]
+    problems += [
+        f"{name}={value!r} holds a NUL character"
+        for name, value in values.items()
+        if isinstance(value, str) and "\0" in value
+    ]
+    problems += [
+        f"{name}={value} must be below {2**31}"
+        for name, value in values.items()
+        if type(value) is int and value >= 2**31 and not name.endswith(("seed", "bytes"))
     ]
     problems = problems or list(_clashes(config))
     if problems:

@@ -37,7 +37,7 @@ from diffjax.parallel.mesh import batch_sharding, make_mesh
 from diffjax.sampling.generate import Generation, generate, sampler
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.loop import Job, fit
-from diffjax.training.start import check_weights, stored_meta, weights_entry
+from diffjax.training.start import check_resume, check_weights, stored_meta, weights_entry
 from diffjax.training.tracking import duration, is_first_process, plain, read_metric
 
 NELBO = "eval/nelbo_nats_per_token"
@@ -76,7 +76,10 @@ def train(config: Config, *, resume_command: str | None = None) -> TrainResult:
     validate(config)
     sampler(config.sampling, config.model.block_size)  # a bad key is better told now than after the last step
     run_dir = Path(config.run.dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.dir={run_dir} cannot be a run folder: {error.strerror}; choose another") from None
     with _locked(run_dir), _precision(config):
         config = _with_id(config, run_dir)
         meta = stored_meta(config, {}, lambda text: None)
@@ -86,6 +89,8 @@ def train(config: Config, *, resume_command: str | None = None) -> TrainResult:
         began = time.monotonic()
         corpus = prepare(config)
         held_out_indices(corpus, config.evaluation.rows)  # raises where nothing is held out
+        if meta is not None:  # before anything in the folder is written
+            check_resume(meta, config, _identities(corpus), config.run.dir, lambda text: None)
         job = _job(config, corpus, make_mesh(config.mesh))
         with TrainLoader(corpus, config) as loader:
             try:
@@ -128,10 +133,15 @@ def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
         draw_noise=draw_noise,
         read_rows=None,
         batch=Batch(*(jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in arrays)),
-        identities={"corpus": corpus.identity, "tokenizer": tokenizer.identity},
+        identities=_identities(corpus),
         evaluate=evaluate_now,
         notes={"corpus_folder": str(corpus.directory.absolute())},
     )
+
+
+def _identities(corpus: Corpus) -> dict[str, str]:
+    """What a resumed run must find again."""
+    return {"corpus": corpus.identity, "tokenizer": corpus.tokenizer.identity}
 
 
 def load_run(folder, overrides=()) -> Run:
@@ -166,6 +176,7 @@ def load_run(folder, overrides=()) -> Run:
 def evaluate(run: Run, **keys) -> dict:
     """Held-out likelihood of a run, printed and returned; `keys` replace keys of its `evaluation` section."""
     config = dataclasses.replace(run.config, evaluation=dataclasses.replace(run.config.evaluation, **keys))
+    validate(config)
     corpus = _corpus_of(run)
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "fsdp"))
     with _precision(config):
@@ -209,8 +220,13 @@ def _likelihood(config, denoiser, params, corpus: Corpus, mesh: Mesh, should_sto
 
 
 def _corpus_of(run: Run) -> Corpus:
-    """The corpus the run was trained on: where it lay then, or prepared again from the config."""
+    """The corpus the run was trained on: where it lay then, or prepared again from the config.
+
+    Not into a folder that the user named: another corpus there would stand in the way of the right one.
+    """
     folder = Path(run.meta["corpus_folder"])
+    if run.config.data.corpus and not folder.is_dir():
+        raise UserError(f"{folder}: the corpus that {run.dir} was trained on is not there; bring it back")
     corpus = Corpus.open(folder) if folder.is_dir() else prepare(run.config)
     if corpus.identity != run.meta["corpus"]:
         raise UserError(f"the corpus {corpus.directory} is not the one that {run.dir} was trained on")
@@ -248,8 +264,11 @@ def _summary(config: Config, run_dir: Path, outcome, params, seconds: float) -> 
 
 
 def _read_summary(run_dir: Path) -> dict:
-    path = run_dir / "summary.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """The numbers the run ended with; {} where the file is missing or damaged."""
+    try:
+        return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def _print_end(config: Config, summary: dict, text: str, command: str | None) -> None:
@@ -281,7 +300,11 @@ def _locked(run_dir: Path) -> Iterator[None]:
     if not is_first_process():
         yield
         return
-    with open(run_dir / ".lock", "a+", encoding="utf-8") as file:
+    try:
+        lock = open(run_dir / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"run.dir={run_dir} cannot be written: {error.strerror}; choose another") from None
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -356,7 +356,7 @@ def test_alias_to_itself_ends():
         ),
         (
             "objective.mask_rate=[0.9,0.1]",
-            "objective.mask_rate=[0.9, 0.1] must be [low, high] with 0 <= low <= high <= 1 and high above 0",
+            "objective.mask_rate=[0.9, 0.1] must be [low, high] with 0 <= low <= high <= 1 and high at least 0.001",
         ),
         (
             "objective.mask_rate=[0.0001,1]",
@@ -397,6 +397,11 @@ def test_alias_to_itself_ends():
         ("sampling.top_p=0", "sampling.top_p=0.0 must be above 0 and at most 1"),
         ("sampling.temperature=-1", "sampling.temperature=-1.0 must be at least 0"),
         ("run.seed=-1", "run.seed=-1 must be in 0 .. 4294967295"),
+        ("sampling.blocks=2147483648", "sampling.blocks=2147483648 must be below 2147483648"),
+        (
+            "objective.mask_rate=[0,1e-12] objective.weighting=uniform",
+            "objective.mask_rate=[0.0, 1e-12] must be [low, high] with 0 <= low <= high <= 1 and high at least 0.001",
+        ),
         ("run.dir=''", 'run.dir="" must name a folder'),
         (
             "optimizer.warmup_steps=150",
@@ -422,6 +427,10 @@ def test_alias_to_itself_ends():
 )
 def test_rules(overrides, said):
     assert message(write("run: {seed: 0}"), *overrides.split(" ")) == said
+
+
+def test_a_nul_character_is_refused():
+    assert message(write('run: {dir: "a\\0b"}')) == r"run.dir='a\x00b' holds a NUL character"
 
 
 @pytest.mark.parametrize(

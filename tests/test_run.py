@@ -1,6 +1,7 @@
 """Whole runs on a tiny corpus: killed, stopped and resumed in real processes; loaded, evaluated and sampled from."""
 
 import contextlib
+import dataclasses
 import fcntl
 import io
 import json
@@ -154,10 +155,43 @@ def test_a_finished_run_says_so_and_another_config_is_refused(home, finished, ca
     result = train(load_config(home / "tiny.yaml"))
     assert (result.step, result.exit_code) == (8, 0)
     assert "already at step 8 of 8" in capsys.readouterr().out
-    assert result.summary == json.loads((run_dir / "summary.json").read_text())
+    summary = (run_dir / "summary.json").read_text()
+    assert result.summary == json.loads(summary)
+    (run_dir / "summary.json").write_text(summary[:9])
+    assert train(load_config(home / "tiny.yaml")).summary == {}  # damaged: the run itself is whole
+    (run_dir / "summary.json").write_text(summary)
     with pytest.raises(UserError, match=r"belongs to another run: model\.width: 32 -> 64"):
         train(load_config(home / "tiny.yaml", ["model.width=64", "training.steps=9"]))
     assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.multiprocess
+def test_other_text_is_refused_and_a_refusal_changes_no_file(home, finished, tmp_path):
+    run_dir, _ = finished
+    before = {name: (run_dir / name).read_bytes() for name in ("tokenizer.model", "config.yaml", "metrics.jsonl")}
+    text = (home / "text.txt").read_text(encoding="utf-8")
+    (tmp_path / "other.txt").write_text(text.replace("alpha", "omega"), encoding="utf-8")
+    moved = [f"data.path={tmp_path / 'other.txt'}", f"data.corpus={tmp_path / 'corpus'}", "training.steps=9"]
+    with pytest.raises(UserError, match=r"belongs to another run: corpus: .*tokenizer: "):
+        train(load_config(home / "tiny.yaml", moved))
+    assert before == {name: (run_dir / name).read_bytes() for name in before}
+
+
+@pytest.mark.multiprocess
+def test_evaluate_prepares_nothing_in_the_place_of_a_missing_corpus(finished):
+    run_dir, _ = finished
+    run = load_run(run_dir)
+    gone = run_dir.parent / "gone"
+    with pytest.raises(UserError, match=r"gone: the corpus that .* was trained on is not there"):
+        evaluate(dataclasses.replace(run, meta={**run.meta, "corpus_folder": str(gone)}))
+    assert not gone.exists()
+
+
+@pytest.mark.parametrize("where", ["file", "file/inside", "x" * 300])
+def test_a_place_that_can_hold_no_run_is_refused(home, finished, tmp_path, where):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"run.dir=.* cannot be a run folder"):
+        train(load_config(home / "tiny.yaml", [f"run.dir={tmp_path / where}"]))
 
 
 @pytest.mark.multiprocess

@@ -137,6 +137,12 @@ def _cached_tokenizer(path: Path, config: Config, files: list[SourceFile]) -> To
         data = config.data
         documents = read_documents(data, files, Counter())
         sample = sample_documents(documents, data.held_out, data.tokenizer.sample_bytes)
+        if not any(sample):
+            raise UserError(
+                f"{data.path or data.source} leaves no text to train a tokenizer on: the documents that data.held_out "
+                f"sets aside (at least one) are not read for it, nor more than data.tokenizer.sample_bytes="
+                f"{data.tokenizer.sample_bytes}; bring more documents, or split files with data.documents=blank_line"
+            )
         tokenizer = train_tokenizer(sample, data.tokenizer.vocab_size)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
@@ -201,7 +207,7 @@ def _write_corpus(directory: Path, config: Config, request: dict, tokenizer: Tok
     if not splits["train"]["rows"]:
         raise UserError(
             f"{data.path or data.source} holds {splits['held_out']['documents']} document(s), all of them held out: "
-            "bring more documents, split files with data.documents=blank_line, or set data.held_out=0"
+            "bring more documents, or split files with data.documents=blank_line"
         )
     _write_file(directory / TOKENIZER, tokenizer.model_bytes)
     with open(directory / UNIGRAM, "wb") as file:

@@ -143,7 +143,7 @@ def _read_jsonl(file: SourceFile, field: str) -> Iterator[str]:
             where = f"{file.path}, line {number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{where} is not JSON: {error}") from error
             if not isinstance(record, dict) or field not in record:
                 keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
@@ -167,7 +167,7 @@ def _read_parquet(file: SourceFile, column: str) -> Iterator[str]:
                 for value in batch.column(0).to_pylist():
                     row += 1
                     yield _as_text(value, f"{file.path}, row {row}", column)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
         raise UserError(f"{file.path} is not a readable Parquet file: {error}") from error
 
 

@@ -147,6 +147,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
             pad_piece=SPECIAL_PIECES[PAD],
             control_symbols=[SPECIAL_PIECES[MASK]],
             user_defined_symbols=newlines,
+            required_chars=WORD_MARK,  # also where the texts hold no space
             byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
@@ -160,8 +161,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     except RuntimeError as error:
         raise UserError(
             f"no tokenizer of data.tokenizer.vocab_size = {vocab_size} can be trained on this text: it needs at least "
-            f"261 ids plus one for each common character, and a small text cannot fill a large vocabulary "
-            f"(SentencePiece says: {str(error).rpartition('] ')[2]})"
+            f"261 ids plus one for each common character, and a small text cannot fill a large vocabulary"
+            + (f" (SentencePiece says: {reason})" if (reason := str(error).rpartition("] ")[2]) else "")
         ) from error
     tokenizer = Tokenizer(model.getvalue(), name="the trained tokenizer")
     if tokenizer.vocab_size != vocab_size:

@@ -115,15 +115,25 @@ class Checkpoints:
                 meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
         except Exception as error:
             raise DamagedError(f"{self.folder / str(step)}: its meta cannot be read: {_first_line(error)}") from error
-        if meta.get("format") != FORMAT:
+        if not isinstance(meta, dict) or not {"format", "step", "leaves"} <= set(meta):
+            raise DamagedError(f"{self.folder / str(step)}: its meta lacks what a checkpoint's meta holds")
+        if meta["format"] != FORMAT:
             raise Mismatch(f"{self.folder / str(step)}: format {meta.get('format')}, this diffjax reads {FORMAT}")
         return meta
 
     def newest_meta(self) -> dict | None:
-        """The meta of the newest complete checkpoint that can be read, or None."""
+        """The meta of the newest complete checkpoint that can be read; None when none was written to its end.
+
+        Raises UserError when there are some and none can be read.
+        """
+        damage = None
         for step in reversed(self.complete_steps()):
-            with contextlib.suppress(DamagedError):
+            try:
                 return self.read_meta(step)
+            except DamagedError as error:
+                damage = damage or error
+        if damage is not None:
+            raise UserError(f"no checkpoint in {self.folder} can be read; the newest: {damage}")
         return None
 
     def restore(self, target: dict, *, step: int | None = None) -> Restored | None:

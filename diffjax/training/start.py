@@ -32,8 +32,10 @@ def stored_meta(config: Config, identities: dict, say: Callable[[str], None]) ->
     if not folder.is_dir():
         return None
     checkpoints = Checkpoints(folder)
-    meta = checkpoints.newest_meta()
-    checkpoints.close()
+    try:
+        meta = checkpoints.newest_meta()
+    finally:
+        checkpoints.close()
     if meta is not None:
         check_resume(meta, config, identities, config.run.dir, say)
     return meta

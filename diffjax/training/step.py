@@ -111,14 +111,14 @@ def make_train_step(
                              for g in jax.tree.leaves(gradients)])  # fmt: skip
         grad_norm = jnp.sqrt(jnp.sum(squares))
         bad = ~jnp.isfinite(squares)
-        verdict, guard = guard_lib.judge(config.guard, state["guard"], loss, grad_norm, weight)
-
         clip = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-30))
         clipped = jax.tree.map(lambda g: g * clip.astype(g.dtype), gradients)
         updates, opt = optimizer.update(clipped, state["opt"], params)
         learning_rate = schedule(step)
         updates = jax.tree.map(lambda u: u * learning_rate.astype(u.dtype), updates)
         changed = {"params": optax.apply_updates(params, updates), "opt": opt}
+        param_norm = optax.tree.norm(changed["params"])
+        verdict, guard = guard_lib.judge(config.guard, state["guard"], loss, grad_norm, weight, param_norm)
         if "ema" in state:
             decay = config.training.ema
             mix = lambda old, new: decay * old + (1 - decay) * new

@@ -205,9 +205,10 @@ def cut_records(path: Path, step: int) -> None:
     if not path.exists() or not is_first_process():
         return
     kept, cut = [], []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
-            keep = json.loads(line)["step"] < step and line.endswith("\n")
+            record = json.loads(line)
+            keep = record["step"] < step and line.endswith("\n") and ("name" in record or "reason" in record)
         except (ValueError, KeyError, TypeError):
             keep = False
         (kept if keep else cut).append(line)

@@ -157,6 +157,8 @@ def test_few_documents_hold_out_one_and_a_single_one_is_an_error(tmp_path, corpu
     )
     with pytest.raises(UserError, match="all of them held out"):
         quiet(single)
+    with pytest.raises(UserError, match=r"000.txt leaves no text to train a tokenizer on"):
+        quiet(replaced(single, ["data", "tokenizer", "path"], None))
     assert not (tmp_path / "d").exists()
 
 

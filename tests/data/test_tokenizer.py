@@ -3,6 +3,7 @@
 import io
 import random
 
+import numpy as np
 import pytest
 import sentencepiece
 
@@ -122,6 +123,12 @@ def test_training_repeats_byte_for_byte(tokenizer, texts):
 def test_load_gives_the_same_tokenizer(tokenizer, tmp_path):
     (tmp_path / "t.model").write_bytes(tokenizer.model_bytes)
     assert Tokenizer.load(tmp_path / "t.model").identity == tokenizer.identity
+
+
+def test_text_without_a_space_still_gives_a_tokenizer_that_keeps_spaces():
+    bases = np.random.default_rng(0).choice(list("ACGT"), (30, 200))
+    tokenizer = train_tokenizer(["".join(row) + "\n" for row in bases], 300)
+    assert tokenizer.decode(tokenizer.encode("ACG T  A")) == "ACG T  A"
 
 
 def test_a_vocabulary_that_does_not_fit_the_text_is_refused(texts):

@@ -154,6 +154,18 @@ def test_damage_falls_back_and_is_an_error_when_nothing_older_works(tmp_path):
         Checkpoints(tmp_path / "alone", CheckpointConfig()).restore(abstract(make_state()))
 
 
+@pytest.mark.parametrize("content", ["[]", "{", '{"format": 1, "step": 30}'])
+def test_a_damaged_meta_falls_back_and_is_an_error_when_nothing_older_works(tmp_path, content):
+    fill(tmp_path / "c")
+    store = Checkpoints(tmp_path / "c")
+    (tmp_path / "c" / "30" / "meta" / "metadata").write_text(content)
+    assert store.newest_meta()["step"] == 20
+    for step in (10, 20):
+        (tmp_path / "c" / str(step) / "meta" / "metadata").write_text(content)
+    with pytest.raises(UserError, match=r"no checkpoint in .* can be read; the newest: .*30: its meta"):
+        store.newest_meta()
+
+
 def test_no_flipped_byte_restores_silently(tmp_path):
     """Orbax alone returns wrong numbers for about one flip in four; with the digest every one is noticed."""
     fill(tmp_path / "c", (1,))

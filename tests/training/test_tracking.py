@@ -34,7 +34,7 @@ def test_one_strict_json_object_a_record(tmp_path):
 def test_resume_cuts_what_is_run_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": s, "name": "x", "value": s}) + "\n" for s in (0, 1, 2, 3)]
-    path.write_text("".join(lines) + '{"step": 3, "na')
+    path.write_bytes("".join(lines).encode() + b'{"step": 3, "na')
     cut_records(path, 2)
     assert [r["step"] for r in records(path)] == [0, 1]
     old = (tmp_path / "metrics.old.jsonl").read_text().splitlines()
@@ -43,6 +43,9 @@ def test_resume_cuts_what_is_run_again(tmp_path):
     cut_records(path, 2)
     assert path.read_bytes() == before
     cut_records(tmp_path / "nothing.jsonl", 0)
+    path.write_bytes(before + b'{"step": 0}\n\xff\xfe partial')  # no record, no text
+    cut_records(path, 2)
+    assert path.read_bytes() == before
 
 
 class FakeRun:
