@@ -139,6 +139,23 @@ def test_parquet(tmp_path):
         read(source="parquet", path=str(tmp_path), text_field="body")
 
 
+def test_parquet_bytes_that_are_no_utf8_are_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    offsets, content = pyarrow.py_buffer(b"\0\0\0\0\3\0\0\0"), pyarrow.py_buffer(b"a\xff\xfe")
+    column = pyarrow.StringArray.from_buffers(1, offsets, content)  # pyarrow does not look into the bytes
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="not a readable Parquet file"):
+        read(source="parquet", path=str(tmp_path))
+
+
+def test_json_nested_beyond_reading_names_file_and_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "[" * 100_000 + "\n")
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2 is not JSON"):
+        read(source="jsonl", path=str(tmp_path))
+
+
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
