@@ -36,10 +36,10 @@ def init_guard(config: GuardConfig) -> GuardState:
 
 
 def judge(
-    config: GuardConfig, state: GuardState, loss, grad_norm, weight, param_norm=0.0
+    config: GuardConfig, state: GuardState, loss, grad_norm, weight, update_norm=0.0
 ) -> tuple[Verdict, GuardState]:
     """Accept a step or not, from its loss, the global norm of its gradient before clipping, its scored tokens and the
-    global norm of the parameters it would leave: a finite gradient can still send those to infinity.
+    global norm of its update: a finite gradient can still send the parameters to infinity.
 
     The limit is mean + spike_sigma * max(std, mean / 10) over the ring; infinite until the ring is full.
     """
@@ -48,7 +48,7 @@ def judge(
     limit = jnp.full((), jnp.inf, jnp.float32)
     if config.spike_sigma is not None:
         limit = jnp.where(state.accepted >= window, mean + config.spike_sigma * jnp.maximum(std, 0.1 * mean), limit)
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(param_norm)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
     reason = jnp.where(grad_norm > limit, SPIKE, ACCEPTED)
     reason = jnp.where(finite, reason, NOT_FINITE)
     reason = jnp.where(weight > 0, reason, EMPTY).astype(jnp.int32)

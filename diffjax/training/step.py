@@ -117,8 +117,8 @@ def make_train_step(
         learning_rate = schedule(step)
         updates = jax.tree.map(lambda u: u * learning_rate.astype(u.dtype), updates)
         changed = {"params": optax.apply_updates(params, updates), "opt": opt}
-        param_norm = optax.tree.norm(changed["params"])
-        verdict, guard = guard_lib.judge(config.guard, state["guard"], loss, grad_norm, weight, param_norm)
+        update_norm = optax.tree.norm(updates)
+        verdict, guard = guard_lib.judge(config.guard, state["guard"], loss, grad_norm, weight, update_norm)
         if "ema" in state:
             decay = config.training.ema
             mix = lambda old, new: decay * old + (1 - decay) * new
@@ -133,7 +133,7 @@ def make_train_step(
             "tokens": jnp.sum(batch.valid, dtype=jnp.int32),
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
-            "update_norm": optax.tree.norm(updates),
+            "update_norm": update_norm,
             "param_norm": optax.tree.norm(kept["params"]),
             "limit": verdict.limit,
             "reason": verdict.reason,

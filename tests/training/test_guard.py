@@ -52,7 +52,7 @@ def test_limit_is_infinite_until_the_ring_is_full_and_then_the_formula(step):
     assert sorted(states[11].norms) == pytest.approx(sorted(ring), rel=1e-6)
 
 
-def test_parameters_that_would_not_be_finite_are_rejected():
+def test_an_update_that_is_not_finite_is_rejected():
     for norm, reason in ((1.0, ACCEPTED), (np.inf, NOT_FINITE), (np.nan, NOT_FINITE)):
         verdict, _ = judge(CONFIG, init_guard(CONFIG), *map(jnp.float32, (3.0, 1.0, 100.0, norm)))
         assert int(verdict.reason) == reason
