@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import shlex
@@ -32,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     output = sys.stdout
     try:
         try:
-            with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+            redirect = contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext()
+            with _log_on_stderr(), redirect:
                 result = VERBS[arguments.verb].call(arguments)
             code = getattr(result, "exit_code", 0)
         except tuple(EXIT_CODES) as error:
@@ -52,6 +54,20 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.json:
             print(json.dumps({"error": repr(error), "exit_code": 1}), file=output)
         return 1
+
+
+@contextlib.contextmanager
+def _log_on_stderr():
+    """The package's log lines (which kernel runs, and why) appear on standard error."""
+    log, handler = logging.getLogger("diffjax"), logging.StreamHandler(sys.stderr)
+    log.setLevel(logging.INFO)
+    log.propagate = False  # a library may have put a handler on the root
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
 
 
 # The verbs

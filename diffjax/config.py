@@ -78,8 +78,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class KernelsConfig:
-    ssd: Literal["auto", "reference", "xla"] = free("auto")
-    attention: Literal["auto", "reference", "xla"] = free("auto")
+    ssd: Literal["auto", "reference", "xla", "pallas_tpu"] = free("auto")
+    attention: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_triton"] = free("auto")
 
 
 @dataclass(frozen=True, slots=True)

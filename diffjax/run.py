@@ -32,6 +32,7 @@ from diffjax.diffusion.corruption import draw
 from diffjax.diffusion.objectives import block_diffusion
 from diffjax.errors import Preempted, UserError
 from diffjax.evaluation.likelihood import evaluate_likelihood
+from diffjax.kernels import dispatch
 from diffjax.models.denoiser import Denoiser
 from diffjax.parallel.mesh import batch_sharding, make_mesh
 from diffjax.sampling.generate import Generation, generate, sampler
@@ -256,6 +257,7 @@ def _summary(config: Config, run_dir: Path, outcome, params, seconds: float) -> 
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "tokens_seen": outcome.tokens_seen,
         "seconds": round(seconds, 1),
+        "kernels": dict(dispatch.decisions),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes,
         "unigram_nats_per_token": plain(unigram[-1][1]) if unigram else None,
         "first_nelbo_nats_per_token": plain(held_out[0][1]) if held_out else None,

@@ -1,18 +1,24 @@
 """Attention in which every query reads one interval of keys, and a frontier also reads its own block.
 
-All masks of the model have this form: with `a` the first token of the query's document, clean tokens read [a, end of
-their block) or [a, self], and a frontier of block b reads [a, first token of b) and its own valid tokens. No [L, L] or
-[L, 2L] mask is ever given.
+All masks of the model have this form (`attention_mask`). No [L, L] or [L, 2L] mask is ever given.
+
+A backend is two functions: `attend`, differentiable, with the arguments of `block_attention`, and `refusal`.
 """
 
+import functools
 from typing import Literal, NamedTuple
 
 from jax import Array
 
-from diffjax.kernels import attention_reference, attention_xla
-from diffjax.kernels.dispatch import choose
+from diffjax.kernels import attention_pallas_tpu, attention_pallas_triton, attention_reference, attention_xla
+from diffjax.kernels.dispatch import Split, choose, run
 
-BACKENDS = {"reference": attention_reference, "xla": attention_xla}
+BACKENDS = {
+    "reference": attention_reference,
+    "xla": attention_xla,
+    "pallas_tpu": attention_pallas_tpu,
+    "pallas_triton": attention_pallas_triton,
+}
 
 
 class OwnBlock(NamedTuple):
@@ -31,7 +37,7 @@ def block_attention(
     hi: Array,
     *,
     own: OwnBlock | None = None,
-    structure: Literal["clean", "frontiers"] | None = None,
+    structure: Literal["blocks", "causal", "frontiers"] | None = None,
     block_size: int = 1,
     backend: str = "auto",
 ) -> Array:
@@ -41,11 +47,32 @@ def block_attention(
       q: [B, S, Hq, P]; k, v: [B, T, Hkv, P], query head h reads key head h // (Hq / Hkv).
       lo, hi: [B, S] int32, the key interval of each query; empty if hi <= lo.
       own: the frontiers' own keys; then S = F * G and query s belongs to frontier s // G.
-      structure: a promise that lets a backend skip keys. "clean": query s reads no key behind its own block of
-        block_size tokens. "frontiers": frontier f is block f, and reads no key of block f or later.
+      structure: a promise about the intervals of rows of documents, each known by its first token, its pads at its
+        end. "blocks": query s is token s of the clean stream (S = T); token t of the same document is in its interval
+        if neither is a pad, whose interval is empty, and t's block of block_size tokens is no later than that of s.
+        "causal": the same with t <= s. "frontiers": frontier f is block f, and its interval holds the keys of the
+        earlier blocks of its document; it is empty, whatever lo, where block f opens one.
+      backend: auto, or one of `BACKENDS`.
 
     Returns:
       [B, S, Hq, P] in q.dtype; 0 with finite gradients where a query has no key. Scores and softmax are at least
       float32.
+
+    Raises:
+      ValueError: the backend named cannot run this call.
     """
-    return choose("attention", backend, BACKENDS).attend(q, k, v, lo, hi, own, structure, block_size)
+    call = {
+        "q_shape": q.shape,
+        "k_shape": k.shape,
+        "own_shape": None if own is None else own.k.shape,
+        "structure": structure,
+        "block_size": block_size,
+        "dtype": q.dtype,
+    }
+    refusals = {name: functools.partial(module.refusal, **call) for name, module in BACKENDS.items()}
+    shape = f"{q.dtype} [B S H P] {list(q.shape)}, T {k.shape[1]}, key heads {k.shape[2]}, "
+    shape += "no own keys" if own is None else f"own blocks of {own.k.shape[2]}"
+    choice = choose("attention", backend, refusals, f"{shape}, structure {structure}")
+    own_split = None if own is None else OwnBlock(Split(0, 3), Split(0, 3), Split(0))
+    splits = (Split(0, 2), Split(0, 2), Split(0, 2), Split(0), Split(0), own_split), Split(0, 2)
+    return run(choice, BACKENDS, "attend", splits, q, k, v, lo, hi, own, structure=structure, block_size=block_size)

@@ -3,21 +3,26 @@
 import jax.numpy as jnp
 from jax import Array
 
+from diffjax.kernels.attention_mask import reads, shares_block
 from diffjax.kernels.precision import accumulation_dtype
 
 
-def attend(q, k, v, lo, hi, own, structure, block_size: int) -> Array:
+def refusal(**call) -> None:
+    """Every call is taken."""
+
+
+def attend(q, k, v, lo, hi, own, *, structure, block_size: int) -> Array:
     """As `diffjax.kernels.attention.block_attention`; `structure` saves nothing here."""
     del structure, block_size
     dtype = accumulation_dtype(q.dtype)
     batch, queries = q.shape[:2]
     per_key_head = q.shape[2] // k.shape[2]
     position = jnp.arange(k.shape[1])
-    allowed = (lo[..., None] <= position) & (position < hi[..., None])  # [B, S, T]
+    allowed = reads(lo[..., None], hi[..., None], position)  # [B, S, T]
     if own is not None:
         frontiers, size = own.valid.shape[1:]
         keys = lambda array: array.reshape(batch, frontiers * size, *array.shape[3:])
-        same = jnp.arange(queries)[:, None] // size == jnp.arange(frontiers * size) // size
+        same = shares_block(jnp.arange(queries)[:, None], jnp.arange(frontiers * size), size)
         allowed = jnp.concatenate([allowed, same & keys(own.valid)[:, None]], axis=-1)
         k, v = jnp.concatenate([k, keys(own.k)], axis=1), jnp.concatenate([v, keys(own.v)], axis=1)
     k, v = (jnp.repeat(array, per_key_head, axis=2).astype(dtype) for array in (k, v))

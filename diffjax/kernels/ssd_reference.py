@@ -5,13 +5,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from diffjax.kernels.precision import accumulation_dtype
+from diffjax.kernels.ssd_boundary import Boundary
 
 
-def scan(x, dt, A, Bm, Cm, block_size: int, initial_state, reset, chunk: int | None):
-    """As `diffjax.kernels.ssd.ssd_scan`; keeps the state at every block edge (`chunk` has no meaning here)."""
-    from diffjax.kernels.ssd import Boundary
-
-    del chunk
+def scan(x, dt, A, Bm, Cm, block_size: int, initial_state, reset) -> tuple[Array, Boundary]:
+    """As `diffjax.kernels.ssd.ssd_scan`; keeps the state at every block edge."""
     length, whole = x.shape[1], x.shape[1] // block_size
     starts = jnp.repeat(reset, block_size, axis=1) & (jnp.arange((whole + 1) * block_size) % block_size == 0)
     y, states = _recurrence(x, dt, A, Bm, Cm, initial_state, starts[:, :length])
@@ -22,13 +20,8 @@ def scan(x, dt, A, Bm, Cm, block_size: int, initial_state, reset, chunk: int | N
     return y, Boundary(states[:, jnp.array(edges)], reset, block_size=block_size, chunk=block_size)
 
 
-def block(x, dt, A, Bm, Cm, seed, reverse: bool):
-    """As `diffjax.kernels.ssd.ssd_block`."""
-    return scan_blocks(scan, x, dt, A, Bm, Cm, seed, reverse)
-
-
-def scan_blocks(scan, x, dt, A, Bm, Cm, seed, reverse: bool) -> Array:
-    """Blocks as rows of a backend's `scan`: reverse is flip, scan, flip."""
+def block(x, dt, A, Bm, Cm, seed, reverse: bool) -> Array:
+    """As `diffjax.kernels.ssd.ssd_block`: blocks are rows, and reverse is flip, scan, flip."""
     batch, frontiers, length = x.shape[:3]
     rows = lambda array: array.reshape(batch * frontiers, *array.shape[2:])
     flip = lambda array: jnp.flip(array, axis=1) if reverse else array
@@ -36,7 +29,7 @@ def scan_blocks(scan, x, dt, A, Bm, Cm, seed, reverse: bool) -> Array:
         seed = jnp.zeros((batch, frontiers, *x.shape[3:], Bm.shape[-1]), dt.dtype)
     no_reset = jnp.zeros((batch * frontiers, 2), bool)
     streams = [flip(rows(array)) for array in (x, dt, Bm, Cm)]
-    y, _ = scan(*streams[:2], A, *streams[2:], length, rows(seed), no_reset, None)
+    y, _ = scan(*streams[:2], A, *streams[2:], length, rows(seed), no_reset)
     return flip(y).reshape(x.shape)
 
 

@@ -1,21 +1,20 @@
-"""SSD in chunks of matrix products, for every platform.
+"""SSD in chunks of matrix products, for every platform: the six functions of `ssd_stream`.
 
-Inside a chunk, count_i is the number of document starts up to and including token i, and c_i the sum of the decays a of
-the tokens j <= i of the same document. With S the state at the chunk's start:
-
-    y_i = sum_{j<=i, count_j=count_i} exp(c_i - c_j) (Cm_i . Bm_j) u_j  +  [count_i = 0] exp(c_i) S Cm_i
-    S'  = [count_Q = 0] exp(c_Q) S  +  sum_{j: count_j=count_Q} exp(c_Q - c_j) u_j (x) Bm_j
-
-Exponents are masked before exp and never positive: masking afterwards overflows and turns gradients to NaN. Heads are
-carried as [g, r], r heads for each of g groups.
+Inside, arrays are head-major, [B, C, g, r, Q, P] with r heads for each of g groups, so that every product is a batch of
+plain ones and Bm, Cm are never repeated over heads. D is the decay of pairs, M = (Cm . Bm) D what a chunk's own tokens
+are multiplied with. The backward pass computes both again. Its gradient of the exponents is the difference of row and
+column sums of one matrix R: the shorter dy.y - du.u rounds its two parts apart and then cancels.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from diffjax.kernels.precision import einsum
-from diffjax.kernels.ssd_reference import scan_blocks
+from diffjax.kernels.ssd_stream import Stream, by_chunk
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 64
 
@@ -28,137 +27,253 @@ def chunk_size(block_size: int) -> int:
     return divisors[-1] if divisors else block_size
 
 
-def scan(x, dt, A, Bm, Cm, block_size: int, initial_state, reset, chunk: int | None):
-    """As `diffjax.kernels.ssd.ssd_scan`."""
-    from diffjax.kernels.ssd import Boundary
+def scan_forward(stream: Stream, Cm, initial, *, chunk: int, reverse: bool):
+    s, Cm = _chunks(stream, chunk), _by_group(Cm, chunk)
+    kept, weight = _to_end(s, reverse)
+    added = einsum("bcgrqp,bcgqn->bcgrpn", _times(s.u, weight), s.Bm)
 
-    batch, length, heads, head_dim = x.shape
-    groups, per_group, state = Bm.shape[2], heads // Bm.shape[2], Bm.shape[3]
-    chunk = chunk or chunk_size(block_size)
-    if chunk % block_size and block_size % chunk:
-        raise ValueError(f"chunk {chunk} must be a multiple or a divisor of block_size {block_size}")
-    chunks = -(-length // chunk)
-
-    def split(array):  # [B, T, ...] -> [B, C, Q, ...]; pads have x = 0 and dt = 0, so they change no state
-        pads = [(0, 0)] * array.ndim
-        pads[1] = (0, chunks * chunk - length)
-        return jnp.pad(array, pads).reshape(batch, chunks, chunk, *array.shape[2:])
-
-    whole = length // block_size
-    starts = jnp.repeat(reset, block_size, axis=1) & (jnp.arange((whole + 1) * block_size) % block_size == 0)
-    count = jnp.cumsum(split(starts[:, :length].astype(jnp.int32)), axis=2)  # [B, C, Q]
-    u = split((x * dt[..., None]).astype(x.dtype)).reshape(batch, chunks, chunk, groups, per_group, head_dim)
-    cum = _sums_since_reset(split(dt * A), count)  # [B, C, Q, H]
-    cum_grouped = cum.reshape(batch, chunks, chunk, groups, per_group)
-    Bm, Cm = split(Bm), split(Cm)
-
-    to_end = _decay(cum_grouped[:, :, -1:] - cum_grouped, (count == count[:, :, -1:])[..., None, None])
-    added = einsum("bcqgrp,bcqgn->bcgrpn", u * to_end[..., None].astype(u.dtype), Bm)
-    kept = jnp.where((count[:, :, -1] == 0)[..., None, None], jnp.exp(cum_grouped[:, :, -1]), 0)  # [B, C, g, r]
-
-    def pass_on(state, chunk_update):
-        kept, added = chunk_update
+    def pass_on(state, update):
+        kept, added = update
         return kept[..., None, None] * state + added, state
 
-    initial = initial_state.reshape(batch, groups, per_group, head_dim, state).astype(added.dtype)
-    last, before = jax.lax.scan(pass_on, initial, (jnp.moveaxis(kept, 1, 0), jnp.moveaxis(added, 1, 0)))
-    before = jnp.moveaxis(before, 0, 1)  # [B, C, g, r, P, N]
-
-    y = _within(u, cum_grouped, count, Bm, Cm, reverse=False)
-    y = y + _from_state(before, cum_grouped, Cm, (count == 0)[..., None, None])
-    y = y.reshape(batch, chunks * chunk, heads, head_dim)[:, :length].astype(x.dtype)
-    states = jnp.concatenate([before, last[:, None]], axis=1).reshape(batch, chunks + 1, heads, head_dim, state)
-    if block_size % chunk == 0:
-        return y, Boundary(states, reset, block_size=block_size, chunk=chunk)
-    u = u.reshape(batch, chunks, chunk, heads, head_dim)
-    return y, Boundary(states, reset, u, cum, count, Bm, block_size=block_size, chunk=chunk)
+    start = initial.reshape(added.shape[0], *added.shape[2:]).astype(added.dtype)
+    last, before = jax.lax.scan(pass_on, start, (_time_first(kept), _time_first(added)), reverse=reverse)
+    before = jnp.moveaxis(before, 0, 1)
+    M = _scores(Cm, s.Bm) * _decay(s.cum, s.cum, _mask(s, s, _order(chunk, reverse)))
+    y = _apply(M, s.u) + _reading(s.cum, s.count)[..., None] * _read(Cm, before)
+    before = jnp.flip(before, axis=1) if reverse else before
+    states = jnp.concatenate([before, last[:, None]], axis=1)
+    return _tokens(y, stream.x), states.reshape(*states.shape[:2], *initial.shape[1:])
 
 
-def block(x, dt, A, Bm, Cm, seed, reverse: bool):
-    """As `diffjax.kernels.ssd.ssd_block`; blocks longer than a chunk are scanned in chunks."""
-    batch, frontiers, length, heads, head_dim = x.shape
-    if chunk_size(length) < length:
-        return scan_blocks(scan, x, dt, A, Bm, Cm, seed, reverse)
-    groups = Bm.shape[3]
-    grouped = lambda array, axis: array.reshape(*array.shape[:axis], groups, -1, *array.shape[axis + 1 :])
-    u = grouped((x * dt[..., None]).astype(x.dtype), 3)
-    cum = grouped(jax.lax.cumsum(dt * A, axis=2, reverse=reverse), 3)  # [B, F, G, g, r]
-    y = _within(u, cum, None, Bm, Cm, reverse)
-    if seed is not None:
-        y = y + _from_state(grouped(seed, 2), cum, Cm, True)
-    return y.reshape(x.shape).astype(x.dtype)
+def scan_backward(stream: Stream, Cm, states, dy, d_states, *, chunk: int, reverse: bool):
+    s, shape = _chunks(stream, chunk), Cm.shape
+    Cm, dy = _by_group(Cm, chunk), _heads(dy, s)
+    by_group = lambda array: array.reshape(*array.shape[:2], *s.x.shape[2:4], *array.shape[3:])
+    order = lambda array: jnp.flip(array, axis=1) if reverse else array
+    states, d_states = by_group(states), by_group(d_states)
+    before, d_before = order(states[:, :-1]), order(d_states[:, :-1])
+    kept, weight = _to_end(s, reverse)
 
+    # The cotangent Z of the state after each chunk runs from the last chunk to the first.
+    reading = _reading(s.cum, s.count)
+    dy_read = _times(dy, reading)
+    taken = einsum("bcgrqp,bcgqn->bcgrpn", dy_read, Cm) + d_before
 
-def all_edges(boundary) -> Array:
-    """States at the left edges of blocks 0..n when several blocks share a chunk: [B, n+1, H, P, N], before resets.
+    def pass_back(Z, update):
+        kept, taken = update
+        return kept[..., None, None] * Z + taken, Z
 
-    The edge at the start of a chunk is the stored state; the others advance it by the chunk's earlier tokens.
-    """
-    edges, per_chunk = boundary.reset.shape[1], boundary.chunk // boundary.block_size
-    every_edge = lambda array: jnp.repeat(array, per_chunk, axis=1)
-    tokens = jnp.tile(jnp.arange(per_chunk) * boundary.block_size, boundary.u.shape[1])
-    stream = [every_edge(array) for array in (boundary.u, boundary.cum, boundary.count, boundary.Bm)]
-    states = _advance(every_edge(boundary.states[:, :-1]), *stream, jnp.broadcast_to(tokens, stream[0].shape[:2]))
-    return jnp.concatenate([states, boundary.states[:, -1:]], axis=1)[:, :edges]
-
-
-def edges_at(boundary, token: Array) -> Array:
-    """States just before tokens `token` [B, F] of the stream, which lie inside chunks: [B, F, H, P, N]."""
-    take = lambda array, index: jnp.take_along_axis(
-        array, index.reshape(*index.shape, *(1,) * (array.ndim - 2)), axis=1
+    d_initial, Z = jax.lax.scan(
+        pass_back, d_states[:, -1], (_time_first(kept), _time_first(taken)), reverse=not reverse
     )
-    chunk = token // boundary.chunk
-    states = take(boundary.states, chunk)
-    chunks = boundary.u.shape[1]
-    if chunks == 0:
-        return states
-    arrays = (boundary.u, boundary.cum, boundary.count, boundary.Bm)
-    stream = [take(array, jnp.minimum(chunk, chunks - 1)) for array in arrays]
-    return _advance(states, *stream, token % boundary.chunk)
+    Z = jnp.moveaxis(Z, 0, 1)
+
+    inside = _within_backward(Cm, s, s, dy, _mask(s, s, _order(chunk, reverse)))
+    Z_Bm, state_Cm = _read(s.Bm, Z), _read(Cm, before)
+    d_u = inside.u + weight[..., None] * Z_Bm
+    d_Cm = inside.Cm + einsum("bcgrqp,bcgrpn->bcgqn", dy_read, before)
+    d_Bm = inside.Bm + einsum("bcgrqp,bcgrpn->bcgqn", _times(s.u, weight), Z)
+    fell = weight * jnp.sum(s.u * Z_Bm, axis=-1)  # what the fall of a token's input to the chunk's end contributes
+    d_cum = inside.rows - inside.columns + reading * jnp.sum(dy * state_Cm, axis=-1) - fell
+    end = 0 if reverse else -1
+    d_cum = d_cum.at[..., end].add(jnp.sum(fell, axis=-1) + kept * jnp.sum(Z * before, axis=(-2, -1)))
+    d_stream = _stream_gradient(stream, s, d_u, d_cum, d_Bm)
+    return d_stream, _shared(d_Cm, shape, Cm.dtype), d_initial.reshape(d_initial.shape[0], -1, *states.shape[-2:])
 
 
-def _advance(states, u, cum, count, Bm, tokens) -> Array:
-    """Advance chunk-start states [B, F, H, P, N] by the first `tokens` [B, F] of their chunks [B, F, Q, ...]."""
-    groups = Bm.shape[3]
-    last = jnp.maximum(tokens - 1, 0)[..., None]
-    cum_last = jnp.take_along_axis(cum, last[..., None], axis=2)  # [B, F, 1, H]
-    count_last = jnp.take_along_axis(count, last, axis=2)  # [B, F, 1]
-    read = (jnp.arange(u.shape[2]) < tokens[..., None]) & (count == count_last)  # [B, F, Q]
-    weight = _decay(cum_last - cum, read[..., None])  # [B, F, Q, H]
-    weighted = (u * weight[..., None].astype(u.dtype)).reshape(*u.shape[:3], groups, u.shape[3] // groups, u.shape[-1])
-    added = einsum("bfqgrp,bfqgn->bfgrpn", weighted, Bm).reshape(states.shape)
-    kept = jnp.where(count_last == 0, jnp.exp(cum_last[:, :, 0]), 0)[..., None, None]
-    return jnp.where((tokens == 0)[..., None, None, None], states, kept * states + added)
+def blocks_forward(stream: Stream, Cm, *, chunk: int, reverse: bool):
+    s, Cm = _chunks(stream, chunk), _by_group(Cm, chunk)
+    M = _scores(Cm, s.Bm) * _decay(s.cum, s.cum, _mask(s, s, _order(chunk, reverse)))
+    return _tokens(_apply(M, s.u), stream.x)
 
 
-def _sums_since_reset(a, count) -> Array:
-    """Inclusive sums of a [B, C, Q, H], new at every reset: one document's rounding never reaches the next."""
-    order = jnp.arange(a.shape[2])
-    read = (order[:, None] >= order) & (count[..., :, None] == count[..., None, :])
-    return einsum("bcqk,bckh->bcqh", read.astype(a.dtype), a)
+def blocks_backward(stream: Stream, Cm, dy, *, chunk: int, reverse: bool):
+    s = _chunks(stream, chunk)
+    inside = _within_backward(_by_group(Cm, chunk), s, s, _heads(dy, s), _mask(s, s, _order(chunk, reverse)))
+    d_stream = _stream_gradient(stream, s, inside.u, inside.rows - inside.columns, inside.Bm)
+    return d_stream, _shared(inside.Cm, Cm.shape, Cm.dtype)
 
 
-def _within(u, cum, count, Bm, Cm, reverse: bool) -> Array:
-    """The part of y that comes from the chunk's own tokens: [B, C, Q, g, r, P]."""
-    size = u.shape[2]
-    order = jnp.arange(size)
-    mask = order[:, None] <= order if reverse else order[:, None] >= order  # [Q, Q]
-    if count is not None:
-        mask = mask & (count[..., :, None] == count[..., None, :])
-        mask = mask[:, :, None, None]
-    cum = jnp.moveaxis(cum, 2, -1)  # [B, C, g, r, Q]
-    decay = _decay(cum[..., :, None] - cum[..., None, :], mask)
-    scores = einsum("bcqgn,bckgn->bcgqk", Cm, Bm)
-    return einsum("bcgrqk,bckgrp->bcqgrp", (scores[:, :, :, None] * decay).astype(u.dtype), u)
+def frontiers_forward(own: Stream, Cm, reach, clean: Stream, states, *, chunk: int, block_size: int):
+    o, c, Cm = _chunks(own, chunk), _chunks(clean, chunk), _by_group(Cm, chunk)
+    reach, before = _heads(reach, o), _states(states, o)
+    earlier, same = _frontier_masks(o, c, chunk, block_size)
+    M_own = _scores(Cm, o.Bm) * _decay(o.cum, o.cum, same)
+    y = _apply(M_own, o.u) + _reading(reach, o.count)[..., None] * _read(Cm, before)
+    if clean is not None:
+        y = y + _apply(_scores(Cm, c.Bm) * _decay(reach, c.cum, earlier), c.u)
+    return _tokens(y, own.x)
 
 
-def _from_state(state, cum, Cm, mask) -> Array:
-    """The part of y that comes from the state at the chunk's start [B, C, g, r, P, N]: [B, C, Q, g, r, P]."""
-    return _decay(cum, mask)[..., None] * einsum("bcqgn,bcgrpn->bcqgrp", Cm, state)
+def frontiers_backward(own: Stream, Cm, reach, clean: Stream, states, dy, *, chunk: int, block_size: int):
+    o, c, shape = _chunks(own, chunk), _chunks(clean, chunk), Cm.shape
+    Cm, reach_, dy, before = _by_group(Cm, chunk), _heads(reach, o), _heads(dy, o), _states(states, o)
+    earlier, same = _frontier_masks(o, c, chunk, block_size)
+    inside = _within_backward(Cm, o, o, dy, same)
+    reading = _reading(reach_, o.count)
+    dy_read = _times(dy, reading)
+    d_Cm = inside.Cm + einsum("bcgrqp,bcgrpn->bcgqn", dy_read, before)
+    d_reach = reading * jnp.sum(dy * _read(Cm, before), axis=-1)
+    d_clean = None
+    if clean is not None:
+        outside = _within_backward(Cm, o._replace(cum=reach_), c, dy, earlier)
+        d_Cm, d_reach = d_Cm + outside.Cm, d_reach + outside.rows
+        d_clean = _stream_gradient(clean, c, outside.u, -outside.columns, outside.Bm)
+    d_before = einsum("bcgrqp,bcgqn->bcgrpn", dy_read, Cm)
+    d_states = d_before.reshape(*d_before.shape[:2], *states.shape[2:])
+    d_states = jnp.pad(d_states, [(0, 0), (0, states.shape[1] - d_states.shape[1])] + [(0, 0)] * 3)
+    d_own = _stream_gradient(own, o, inside.u, inside.rows - inside.columns, inside.Bm)
+    return d_own, _shared(d_Cm, shape, Cm.dtype), _tokens(d_reach, reach), d_clean, d_states
 
 
-def _decay(exponent, mask) -> Array:
-    """exp of a sum of decays, 0 where masked. A difference of rounded sums may rise above 0: it is cut there, with
-    the gradient of the uncut difference."""
-    exponent = exponent - jax.lax.stop_gradient(jnp.maximum(exponent, 0))
+class _Chunks(NamedTuple):
+    """A stream by chunks and heads: x, u = dt x [B, C, g, r, Q, P]; dt, cum [B, C, g, r, Q]; count [B, C, Q] or None
+    (one segment); Bm [B, C, g, Q, N]."""
+
+    x: Array
+    dt: Array
+    cum: Array
+    count: Array | None
+    Bm: Array
+    u: Array
+
+
+def _chunks(stream: Stream | None, chunk: int) -> _Chunks | None:
+    if stream is None:
+        return None
+    groups = stream.Bm.shape[2]
+    x, dt, cum = (_head_major(array, chunk, groups) for array in (stream.x, stream.dt, stream.cum))
+    count = None if stream.count is None else by_chunk(stream.count, chunk)
+    return _Chunks(x, dt, cum, count, _by_group(stream.Bm, chunk), _times(x, dt))
+
+
+def _head_major(array: Array, chunk: int, groups: int) -> Array:
+    """[B, T, H, ...] -> [B, C, g, r, Q, ...]"""
+    array = jnp.swapaxes(by_chunk(array, chunk), 2, 3)
+    return array.reshape(*array.shape[:2], groups, -1, *array.shape[3:])
+
+
+def _heads(array: Array, s: _Chunks) -> Array:
+    return _head_major(array, s.x.shape[4], s.x.shape[2])
+
+
+def _tokens(array: Array, like: Array) -> Array:
+    """[B, C, g, r, Q, ...] -> [B, T, H, ...], the shape and dtype of `like`."""
+    return jnp.moveaxis(array, 4, 2).reshape(like.shape).astype(like.dtype)
+
+
+def _by_group(array: Array, chunk: int) -> Array:
+    """[B, T, g, N] -> [B, C, g, Q, N]"""
+    return jnp.swapaxes(by_chunk(array, chunk), 2, 3)
+
+
+def _shared(array: Array, shape, dtype) -> Array:
+    """[B, C, g, Q, N] -> [B, T, g, N]"""
+    return jnp.swapaxes(array, 2, 3).reshape(shape).astype(dtype)
+
+
+def _times(array: Array, weight: Array) -> Array:
+    """[..., P] times [...], in the dtype of `array`."""
+    return (array * weight[..., None]).astype(array.dtype)
+
+
+def _states(states: Array, s: _Chunks) -> Array:
+    """The states at the chunk starts by groups, [B, C, g, r, P, N]."""
+    chunks = s.x.shape[1]
+    return states[:, :chunks].reshape(states.shape[0], chunks, *s.x.shape[2:4], *states.shape[3:])
+
+
+def _time_first(array: Array) -> Array:
+    return jnp.moveaxis(array, 1, 0)
+
+
+def _order(size: int, reverse: bool) -> np.ndarray:
+    """[Q, Q]: token j is not after token i, in the direction of the scan."""
+    order = np.arange(size)
+    return order[:, None] <= order if reverse else order[:, None] >= order
+
+
+def _mask(s: _Chunks, other: _Chunks, order) -> Array:
+    """Which tokens j of `other` token i of `s` reads, to be broadcast over [B, C, g, r, Q, Q]."""
+    if s.count is None:
+        return jnp.asarray(order)
+    return (order & (s.count[..., :, None] == other.count[..., None, :]))[:, :, None, None]
+
+
+def _frontier_masks(own: _Chunks, clean: _Chunks | None, chunk: int, block_size: int) -> tuple[Array | None, Array]:
+    """Clean tokens of earlier blocks of the same document; own tokens of the same block, up to itself."""
+    block = np.arange(chunk) // block_size
+    earlier = None if clean is None else _mask(own, clean, block[:, None] > block)
+    return earlier, jnp.asarray(_order(chunk, False) & (block[:, None] == block))
+
+
+def _decay(cum_i: Array, cum_j: Array, mask: Array) -> Array:
+    """exp(cum_i - cum_j) where mask, else 0: [B, C, g, r, Q, Q]. A difference of rounded sums may rise above 0."""
+    exponent = jnp.minimum(cum_i[..., :, None] - cum_j[..., None, :], 0)
     return jnp.exp(jnp.where(mask, exponent, -jnp.inf))
+
+
+def _to_end(s: _Chunks, reverse: bool) -> tuple[Array, Array]:
+    """What a state keeps over the chunk [B, C, g, r], and what a token's input keeps to its end [B, C, g, r, Q]."""
+    end = slice(0, 1) if reverse else slice(-1, None)
+    exponent = jnp.minimum(s.cum[..., end] - s.cum, 0)
+    kept = jnp.exp(s.cum[..., end][..., 0])
+    if s.count is None:
+        return kept, jnp.exp(exponent)
+    last = s.count[:, :, end]
+    kept = jnp.where((last[:, :, 0] == 0)[..., None, None], kept, 0)
+    return kept, jnp.exp(jnp.where((s.count == last)[:, :, None, None], exponent, -jnp.inf))
+
+
+def _reading(cum: Array, count: Array | None) -> Array:
+    """How much of the chunk's state each token reads: [B, C, g, r, Q]."""
+    return jnp.exp(cum) if count is None else jnp.exp(jnp.where((count == 0)[:, :, None, None], cum, -jnp.inf))
+
+
+def _scores(Cm: Array, Bm: Array) -> Array:
+    """[B, C, g, 1, Q, Q], shared by the heads of a group."""
+    return einsum("bcgqn,bcgkn->bcgqk", Cm, Bm)[:, :, :, None]
+
+
+def _apply(M: Array, u: Array) -> Array:
+    return einsum("bcgrqk,bcgrkp->bcgrqp", M.astype(u.dtype), u)
+
+
+def _read(rows: Array, state: Array) -> Array:
+    """Rows [B, C, g, Q, N] against states [B, C, g, r, P, N]: [B, C, g, r, Q, P]."""
+    return einsum("bcgqn,bcgrpn->bcgrqp", rows, state)
+
+
+class _Inside(NamedTuple):
+    """Gradients of y = (Cm . Bm) D u: of u and Bm (the read tokens), of Cm; row and column sums of R."""
+
+    u: Array
+    Bm: Array
+    Cm: Array
+    rows: Array
+    columns: Array
+
+
+def _within_backward(Cm: Array, own: _Chunks, other: _Chunks, dy: Array, mask: Array) -> _Inside:
+    scores, D = _scores(Cm, other.Bm), _decay(own.cum, other.cum, mask)
+    X = einsum("bcgrqp,bcgrkp->bcgrqk", dy, other.u) * D
+    R = X * scores
+    d_scores = jnp.sum(X, axis=3).astype(Cm.dtype)
+    return _Inside(
+        u=einsum("bcgrqk,bcgrqp->bcgrkp", (scores * D).astype(dy.dtype), dy),
+        Bm=einsum("bcgqk,bcgqn->bcgkn", d_scores, Cm),
+        Cm=einsum("bcgqk,bcgkn->bcgqn", d_scores, other.Bm),
+        rows=jnp.sum(R, axis=-1),
+        columns=jnp.sum(R, axis=-2),
+    )
+
+
+def _stream_gradient(stream: Stream, s: _Chunks, d_u: Array, d_cum: Array, d_Bm: Array) -> Stream:
+    return Stream(
+        x=_tokens(s.dt[..., None] * d_u, stream.x),
+        dt=_tokens(jnp.sum(d_u * s.x, axis=-1), stream.dt),
+        cum=_tokens(d_cum, stream.cum),
+        count=None,
+        Bm=_shared(d_Bm, stream.Bm.shape, stream.Bm.dtype),
+    )

@@ -47,7 +47,7 @@ class Attention(nn.Module):
         stream's own keys are the boundary."""
         q, k, v = self._project(u, stream.positions)
         boundary = AttentionContext(k, v) if context is None else self._write(context, k, v, stream)
-        structure = "clean" if context is None else None
+        structure = ("causal" if self.config.prefix == "causal" else "blocks") if context is None else None
         y = block_attention(
             q,
             boundary.k,

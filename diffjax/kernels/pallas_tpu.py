@@ -1,0 +1,256 @@
+"""What the Pallas TPU kernels share: arrays with time on lanes, tiles of heads, products, VMEM.
+
+Kernels keep time on the 128 lanes: a decay, a step size or a count is then one row that broadcasts over channels, and
+a narrow head wastes no lane. A grid step takes `tile` heads, a multiple of 8 (the sublanes of a float32 tile), so heads
+are padded with zeros: a head of zeros changes no sum.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.lax import Precision
+
+from diffjax.kernels.dispatch import interpreting
+from diffjax.kernels.ssd_stream import Stream
+
+LANES, SUBLANES = 128, 8
+PACKED_SUBLANES = 16  # of a bfloat16 tile
+VMEM_LIMIT = 48 * 2**20  # three quarters of the smallest VMEM of the targets (64 MiB on v5p; v5e and v6e have 128)
+SMALLEST_VMEM = 16 * 2**20  # what v5e grants without being asked
+LARGEST_OPERAND = 2**31  # elements; larger offsets do not fit the kernels' 32-bit index arithmetic
+# Most heads of a step by (P, N). More heads share one read of Bm and Cm, and the schedule hides more: with 40 heads
+# instead of 16 a head takes a quarter fewer cycles forward (P 32, N 64). Fewer compile faster and need less VMEM.
+TILES = {(32, 64): 40, (64, 64): 24, (64, 128): 24}
+DEFAULT_TILE = 8
+
+
+def heads_per_step(heads: int, largest: int) -> int:
+    """The multiple of 8 up to `largest` that pads `heads` least; the largest of equals."""
+    sizes = range(SUBLANES, max(largest, SUBLANES) + 1, SUBLANES)
+    return min(sizes, key=lambda size: (-(-heads // size) * size, -size))
+
+
+def padded_heads(heads: int, tile: int) -> int:
+    return -(-heads // tile) * tile
+
+
+def time_on_lanes(array: Array, tile: int = 1) -> Array:
+    """[B, T, H] -> [B, H', T] and [B, T, H, P] -> [B, H' P, T], with H' = H padded to whole tiles of heads."""
+    heads = array.shape[2]
+    widths = [(0, 0), (0, 0), (0, padded_heads(heads, tile) - heads)] + [(0, 0)] * (array.ndim - 3)
+    moved = jnp.moveaxis(jnp.pad(array, widths), 1, -1)
+    return moved.reshape(moved.shape[0], -1, moved.shape[-1])
+
+
+def tokens_first(array: Array, heads: int, head_dim: int | None = None) -> Array:
+    """The way back: [B, H', T] -> [B, T, H], or [B, H' P, T] -> [B, T, H, P] where `head_dim` P is given."""
+    batch, rows, length = array.shape
+    if head_dim is None:
+        return jnp.moveaxis(array[:, :heads], -1, 1)
+    return jnp.moveaxis(array.reshape(batch, rows // head_dim, head_dim, length)[:, :heads], -1, 1)
+
+
+def stack_states(states: Array, tile: int) -> Array:
+    """[..., H, P, N] -> [..., H' P, N]"""
+    *lead, heads, head_dim, state = states.shape
+    widths = [(0, 0)] * len(lead) + [(0, padded_heads(heads, tile) - heads), (0, 0), (0, 0)]
+    return jnp.pad(states, widths).reshape(*lead, -1, state)
+
+
+def unstack_states(states: Array, heads: int, head_dim: int) -> Array:
+    """[..., H' P, N] -> [..., H, P, N]"""
+    *lead, rows, state = states.shape
+    return states.reshape(*lead, rows // head_dim, head_dim, state)[..., :heads, :, :]
+
+
+def dot(a: Array, b: Array, axes: tuple[int, int] = (1, 0)) -> Array:
+    """A product of two matrices over axis axes[0] of a and axes[1] of b, in float32.
+
+    float32 operands ask for the full float32 product: the default rounds them to bfloat16.
+    """
+    precision = Precision.DEFAULT if a.dtype == jnp.bfloat16 else Precision.HIGHEST
+    contract = (((axes[0],), (axes[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
+
+
+def column(row: Array) -> Array:
+    """[1, Q] -> [Q, 1], float32."""
+    return jnp.transpose(jnp.broadcast_to(row, (SUBLANES, row.shape[1])))[:, :1]
+
+
+def visible(count: Array, reverse: bool) -> Array:
+    """Ceiling of the exponent of pairs [j, i] for counts [1, Q]: 0 where token i sees token j, else -inf.
+
+    One minimum then masks an exponent and cuts what rounding lifted above 0, before exp.
+    """
+    size = count.shape[1]
+    j, i = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    counts = count.astype(jnp.float32)
+    seen = ((j >= i) if reverse else (j <= i)) & (column(counts) == counts)
+    return jnp.where(seen, 0.0, -jnp.inf)
+
+
+def decay_of_pairs(cum: Array, cum_column: Array, ceiling: Array) -> Array:
+    """exp(cum_i - cum_j) [j, i] for one head's cum as [1, Q] and as [Q, 1]."""
+    return jnp.exp(jnp.minimum(cum - cum_column, ceiling))
+
+
+def last_token(size: int, reverse: bool) -> Array:
+    """[1, Q] bool: the chunk's last token in the order of the scan."""
+    return jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) == (0 if reverse else size - 1)
+
+
+def to_end(cum: Array, count: Array, reverse: bool) -> tuple[Array, Array, Array]:
+    """For cum [h, Q] and count [1, Q]: how much of the chunk's state a token reads [h, Q], and how much is left at the
+    chunk's end of a token's input [h, Q] and of the state [h, 1]."""
+    end = slice(0, 1) if reverse else slice(cum.shape[1] - 1, cum.shape[1])
+    masked = lambda exponent, mask: jnp.exp(jnp.minimum(exponent, jnp.where(mask, 0.0, -jnp.inf)))
+    reading = masked(cum, count == 0)
+    return reading, masked(cum[:, end] - cum, count == count[:, end]), reading[:, end]
+
+
+def tile_bytes(shape: tuple[int, ...], dtype) -> int:
+    """Bytes of an array in VMEM, where the last two dimensions fill whole tiles."""
+    size = jnp.dtype(dtype).itemsize
+    *lead, rows, columns = shape
+    sublanes = SUBLANES * 4 // size
+    return math.prod(lead) * padded_heads(rows, sublanes) * padded_heads(columns, LANES) * size
+
+
+class Call(NamedTuple):
+    """The sizes of one SSD call, and by them the blocks of its arrays: names of arrays are those of `block`."""
+
+    batch: int
+    length: int
+    heads: int
+    P: int
+    N: int
+    chunk: int
+    dtype: jnp.dtype
+    tile: int
+
+    @classmethod
+    def of(cls, stream: Stream, chunk: int) -> "Call":
+        batch, length, heads, P = stream.x.shape
+        return cls.sized(batch, length, heads, P, stream.Bm.shape[-1], chunk, stream.x.dtype)
+
+    @classmethod
+    def sized(cls, batch, length, heads, P, N, chunk, dtype) -> "Call":
+        tile = heads_per_step(heads, TILES.get((P, N), DEFAULT_TILE))
+        return cls(batch, length, heads, P, N, chunk, jnp.dtype(dtype), tile)
+
+    @property
+    def chunks(self) -> int:
+        return self.length // self.chunk
+
+    @property
+    def groups(self) -> int:
+        """Tiles of heads."""
+        return -(-self.heads // self.tile)
+
+    def block(self, name: str) -> tuple[tuple, tuple[int, ...], object, Callable]:
+        """(block shape, array shape, dtype, block index) of an array of the grid. The index is a function of the row,
+        the tile of heads, the chunk in memory and the entry of the states; None dimensions are not seen by a kernel."""
+        B, T, C, Q, N, G, tile = self.batch, self.length, self.chunks, self.chunk, self.N, self.groups, self.tile
+        rows, f32 = tile * self.P, jnp.float32
+        return {
+            "channels": ((None, rows, Q), (B, G * rows, T), self.dtype, lambda b, h, c, s: (b, h, c)),
+            "heads": ((None, tile, Q), (B, G * tile, T), f32, lambda b, h, c, s: (b, h, c)),
+            "count": ((None, 1, Q), (B, 1, T), jnp.int32, lambda b, h, c, s: (b, 0, c)),
+            "tokens": ((None, Q, N), (B, T, N), self.dtype, lambda b, h, c, s: (b, c, 0)),
+            "lanes": ((None, N, Q), (B, N, T), self.dtype, lambda b, h, c, s: (b, 0, c)),
+            "partial": ((None, None, N, Q), (G, B, N, T), f32, lambda b, h, c, s: (h, b, 0, c)),
+            "state": ((None, rows, N), (B, G * rows, N), f32, lambda b, h, c, s: (b, h, 0)),
+            "states": ((None, None, rows, N), (B, C + 1, G * rows, N), f32, lambda b, h, c, s: (b, s, h, 0)),
+            "last state": ((None, None, rows, N), (B, C + 1, G * rows, N), f32, lambda b, h, c, s: (b, C, h, 0)),
+        }[name]
+
+    def temporary(self, name: str) -> tuple[tuple[int, int], object]:
+        """(shape, dtype) of an array of VMEM that is no block."""
+        rows = self.tile * self.P
+        return {
+            "state": ((rows, self.N), jnp.float32),
+            "channels": ((rows, self.chunk), self.dtype),
+            "products": ((rows, self.chunk), jnp.float32),
+            "heads": ((self.tile, self.chunk), jnp.float32),
+            "kept": ((self.tile, self.N), jnp.float32),
+            "pairs": ((self.chunk, self.chunk), jnp.float32),
+        }[name]
+
+    def elements(self, name: str) -> int:
+        return math.prod(self.block(name)[1])
+
+    def vmem(self, blocks: Sequence[str], temporaries: Sequence[str]) -> int:
+        """Bytes: blocks are double-buffered, temporaries are not; eight Q x Q tiles may be alive at once."""
+        block_bytes = lambda shape, array, dtype, index: tile_bytes(tuple(n for n in shape if n is not None), dtype)
+        held = [self.temporary(name) for name in (*temporaries, *["pairs"] * 8)]
+        return sum(2 * block_bytes(*self.block(name)) for name in blocks) + sum(tile_bytes(*array) for array in held)
+
+    def rows_of(self, head: int) -> slice:
+        """Of the stacked channels of a step."""
+        return slice(head * self.P, (head + 1) * self.P)
+
+    def channels(self, array: Array) -> Array:
+        """[B, T, H, P] -> [B, H' P, T] in the compute dtype."""
+        return time_on_lanes(array.astype(self.dtype), self.tile)
+
+    def tokens(self, stream: Stream) -> tuple[Array, Array, Array, Array]:
+        """x, dt, cum, count as kernels take them: "channels", "heads", "heads", "count"."""
+        per_head = lambda array: time_on_lanes(array.astype(jnp.float32), self.tile)
+        return self.channels(stream.x), per_head(stream.dt), per_head(stream.cum), stream.count[:, None]
+
+    def per_token(self, array: Array) -> Array:
+        """[B, H' P, T] -> [B, T, H, P]"""
+        return tokens_first(array, self.heads, self.P)
+
+    def per_head(self, array: Array) -> Array:
+        """[B, H', T] -> [B, T, H]"""
+        return tokens_first(array, self.heads)
+
+    def shared(self, partials: Array) -> Array:
+        """The sum of "partial"s over tiles of heads, [B, T, 1, N] in the compute dtype."""
+        return jnp.swapaxes(partials.sum(0), 1, 2)[:, :, None].astype(self.dtype)
+
+    def pallas_call(
+        self, kernel, name: str, inputs, outputs, temporaries, *, semantics, steps: int, memory, entry, flops: int
+    ):
+        """`pl.pallas_call` over (rows, tiles of heads, steps) with what every kernel here states: its name, cost, VMEM.
+
+        inputs, outputs, temporaries: names for `block` and `temporary`; memory, entry: chunk in memory and entry of the
+        states of a step; flops: of one token and head.
+        """
+        vmem = self.vmem((*inputs, *outputs), temporaries)
+        if vmem > VMEM_LIMIT:
+            raise ValueError(f"{name} needs {vmem >> 20} MiB of VMEM and may use {VMEM_LIMIT >> 20}")
+
+        def spec(name):
+            shape, _, _, index = self.block(name)
+            return pl.BlockSpec(shape, lambda b, h, step: index(b, h, memory(step), entry(step)))
+
+        arrays = [jax.ShapeDtypeStruct(*self.block(name)[1:3]) for name in (*inputs, *outputs)]
+        per_head = self.batch * self.length * self.heads
+        return pl.pallas_call(
+            kernel,
+            name=name,
+            grid=(self.batch, self.groups, steps),
+            in_specs=[spec(name) for name in inputs],
+            out_specs=[spec(name) for name in outputs],
+            out_shape=arrays[len(inputs) :],
+            scratch_shapes=[pltpu.VMEM(*self.temporary(name)) for name in temporaries],
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=semantics,
+                vmem_limit_bytes=min(VMEM_LIMIT, max(2 * vmem, SMALLEST_VMEM)),  # the compiler needs room of its own
+            ),
+            cost_estimate=pl.CostEstimate(
+                flops=per_head * flops,
+                transcendentals=per_head * self.chunk,
+                bytes_accessed=sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays),
+            ),
+            interpret=pltpu.InterpretParams(uninitialized_memory="nan") if interpreting() else False,
+        )
