@@ -6,7 +6,7 @@
     python scripts/check_kernels.py --record              # write tests/golden/kernel_schedules.json anew: say why
 
 One table row for each kernel of each compiled program (an operation with its gradient): bundles of its schedule, which
-are about the cycles of one pass over its code; loads and stores of spilled registers; VMEM asked for and used; seconds
+are about the cycles of one pass over its code; loads and stores of spilled registers; VMEM used and asked for; seconds
 to compile the program. Loop bodies and both sides of a branch count once: bundles compare versions of a kernel on a
 target, they are no time.
 
@@ -121,10 +121,14 @@ def main() -> None:
         programs = record.get("programs", {}) if {name: record.get(name) for name in versions} == versions else {}
         write_record(versions, programs | {name: kept(result) for name, result in compiled.items()})
         return
+    if not record:
+        failures.append("there is no record of schedules: write one with --record")
     different = [
-        f"{name} {record.get(name)}, here {here}" for name, here in versions.items() if record.get(name) != here
+        f"{name} {record[name]}, here {versions[name]}"
+        for name in versions
+        if record and record[name] != versions[name]
     ]
-    if not different:
+    if record and not different:
         failures += compare(record["programs"], {name: kept(result) for name, result in compiled.items()})
     for failure in failures:
         print(f"FAILED {failure}")
@@ -164,7 +168,7 @@ def print_result(target: str, operation: str, result: dict) -> None:
     seconds = f"{result['seconds']:.1f}"
     for name, kernel in result["kernels"].items():
         k = Kernel(**kernel)
-        used, asked = (f"{size / 2**20:.1f}" for size in (k.vmem_used, k.vmem_asked))
+        used, asked = (f"{size / 2**20:.1f}" if size else "-" for size in (k.vmem_used, k.vmem_asked))
         schedule = f"{k.bundles:7} {k.fills:6} {k.spills:6} {used:>13} {asked:>5} {seconds:>9}"
         print(f"{target:8} {schedule}  {operation}: {name}", flush=True)
         seconds = ""
@@ -176,13 +180,14 @@ def run_child(target: str, shape: Shape) -> Iterator[dict]:
     with tempfile.TemporaryDirectory(prefix="kernel-schedules-") as folder:
         flags = (
             f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
-            "--xla_jf_dump_llo_pass_label_regex=.*(bundle-utilization|post-delay-converter).*"
+            "--xla_jf_dump_llo_pass_label_regex=.*bundle-utilization.*"
         )
         quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
         environment = os.environ | quiet | {
             "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "LIBTPU_INIT_ARGS": flags,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
         }  # fmt: skip
+        environment.pop("XLA_FLAGS", None)  # of a test run, say: they may change what the compiler does
         command = [sys.executable, __file__, CHILD, target, json.dumps(shape), folder]
         process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for line in process.stdout:
@@ -288,23 +293,34 @@ def with_gradient(function: Callable) -> Callable:
 
 def read_schedules(dump: Path, compiled: str) -> dict[str, Kernel]:
     """The kernels of the program last compiled, from the compiler's dump and the program's text."""
-    asked = {}
-    for line in compiled.splitlines():
-        call = re.match(r"\s*(?:ROOT )?%([\w.-]+) = .*custom_call_target=\"tpu_custom_call\"", line)
-        size = re.search(r'"scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', line)
-        if call:
-            asked[call[1]] = int(size[1]) if size else 0
-    kernels = {}
+    vmem, kernels = vmem_of_calls(compiled), {}
     for path in sorted(dump.glob("*final_hlo-static-per-bundle-utilization.txt")):
         call = re.sub(r"^\d+-(.*)-\d+-final_hlo.*", r"\1", path.name)
-        if call in asked:
-            (allocations,) = dump.glob(f"*-{call}-*post-delay-converter.txt")
-            schedule = parse_utilization(path.read_text())
+        if call in vmem:
             name = kernel_name(call)
             if name in kernels:
                 raise ValueError(f"two kernels of one program are called {name}")
-            kernels[name] = Kernel(*schedule, parse_vmem(allocations.read_text()), asked[call])
+            kernels[name] = Kernel(*parse_utilization(path.read_text()), *vmem[call])
     return kernels
+
+
+def vmem_of_calls(compiled: str) -> dict[str, tuple[int, int]]:
+    """Of every Pallas call in a compiled program's text: bytes of VMEM used, and the limit asked for, 0 if none. The
+    compiler counts use from VMEM's first byte, and may keep other arrays of the program below the kernel's part."""
+    before, *calls = compiled.split('custom_call_target="tpu_custom_call"')
+    found = {}
+    for call in calls:
+        name = re.findall(r"%([\w.-]+) = ", before)[-1]
+        (_, end), (offset, asked) = _vmem("used_scoped_memory_configs", call), _vmem("scoped_memory_configs", call)
+        found[name] = (end - offset, asked)
+        before = call
+    return found
+
+
+def _vmem(key: str, call: str) -> tuple[int, int]:
+    """Offset and size in bytes."""
+    found = re.search(rf'"{key}":\[\{{"memory_space":"1","offset":"(\d+)","size":"(\d+)"\}}', call)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def kernel_name(call: str) -> str:
@@ -326,11 +342,6 @@ def parse_utilization(text: str) -> tuple[int, int, int]:
     rows = [[int(word) for word in line.split()] for line in lines[first + 1 :]]
     used = lambda unit: sum(row[units.index(unit)] for row in rows)
     return len(rows), used("VLOAD:FILL"), used("VSTORE:SPILL")
-
-
-def parse_vmem(text: str) -> int:
-    """Bytes of all VMEM allocations of a kernel: windows, scratch, spilled registers."""
-    return sum(int(size, 16) for size in re.findall(r"space=vmem, size = (0x[0-9a-f]+)", text))
 
 
 def kept(result: dict) -> dict | str:
