@@ -17,8 +17,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from diffjax.kernels.attention_mask import shares_block
 from diffjax.kernels.dispatch import SAVED, interpreting
+from diffjax.kernels.pallas_tpu import LANES
+from diffjax.kernels.tokens import pad_tokens
 
-LANES = 128
 SMALLEST_HEAD_DIM = 64
 MOST_TOKENS = 2**19  # of segment ids
 TILES = (512, 256, 128)  # queries and keys of a tile
@@ -50,7 +51,7 @@ def attend(q, k, v, lo, hi, own, *, structure, block_size: int) -> Array:
     """As `diffjax.kernels.attention.block_attention`, with a `structure`."""
     batch, queries, heads, head_dim = q.shape
     size, length, clean_keys = block_size, _padded(queries), _padded(k.shape[1])
-    k, v = _pad(k, clean_keys), _pad(v, clean_keys)
+    k, v = pad_tokens(k, clean_keys), pad_tokens(v, clean_keys)
     some = hi > lo
     if structure == "frontiers":
         # An empty interval opens a document: an id of its own that no clean key has, while clean keys of its block
@@ -59,19 +60,19 @@ def attend(q, k, v, lo, hi, own, *, structure, block_size: int) -> Array:
         token = jnp.arange(queries, dtype=jnp.int32)
         query_id = jnp.where(some, lo, clean_keys + token // size)
         key_id = jnp.where(some, lo, token // size * size)[:, : k.shape[1]]
-        key_id = _pad(key_id, clean_keys, NO_KEY)
-        own_id = _pad(jnp.where(valid, query_id, NO_KEY), length, NO_KEY)
-        k, v = (jnp.concatenate([clean, _pad(own, length)], axis=1) for clean, own in ((k, own_k), (v, own_v)))
+        key_id = pad_tokens(key_id, clean_keys, NO_KEY)
+        own_id = pad_tokens(jnp.where(valid, query_id, NO_KEY), length, NO_KEY)
+        k, v = (jnp.concatenate([clean, pad_tokens(own, length)], axis=1) for clean, own in ((k, own_k), (v, own_v)))
         key_id = jnp.concatenate([key_id, own_id], axis=1)
         mask = FrontierMask(length, clean_keys, size)
         has_key = some | jnp.repeat(own.valid.any(axis=2), size, axis=1)
     else:
         query_id = jnp.where(some, lo, NO_QUERY)
-        key_id = _pad(jnp.where(some, lo, NO_KEY), clean_keys, NO_KEY)
+        key_id = pad_tokens(jnp.where(some, lo, NO_KEY), clean_keys, NO_KEY)
         mask = CleanMask(length, size if structure == "blocks" else 1)
         has_key = some
-    query_id = _pad(query_id, length, NO_QUERY)
-    q = _pad(q * jnp.asarray(head_dim**-0.5, q.dtype), length)
+    query_id = pad_tokens(query_id, length, NO_QUERY)
+    q = pad_tokens(q * jnp.asarray(head_dim**-0.5, q.dtype), length)
     y = _splash(mask, q, k, v, query_id, key_id)[:, :queries]
     return jnp.where(has_key[..., None, None], y, 0)  # a row without keys is a mean of values, and finite
 
@@ -165,9 +166,3 @@ def _padded(length: int) -> int:
     fits = lambda tile: 8 * (-length % tile) <= length
     tile = next((tile for tile in TILES if fits(tile)), LANES)
     return max(1, -(-length // tile)) * tile
-
-
-def _pad(array, length: int, value: int = 0) -> Array:
-    """[B, T, ...] -> [B, length, ...]"""
-    widths = [(0, 0), (0, length - array.shape[1])] + [(0, 0)] * (array.ndim - 2)
-    return jnp.pad(array, widths, constant_values=value)

@@ -20,15 +20,15 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jax.lax import Precision
 
 from diffjax.kernels.attention_mask import reads, shares_block
-from diffjax.kernels.dispatch import SAVED, interpreting
+from diffjax.kernels.dispatch import LARGEST_OPERAND, SAVED, interpreting
+from diffjax.kernels.precision import dot
+from diffjax.kernels.tokens import pad_tokens
 
 FORWARD_QUERIES, BACKWARD_QUERIES, KEYS = 128, 64, 64  # most queries, and keys, of a tile
 SMALLEST_TILE = 16  # of a product in Triton
 HEAD_DIMS = (16, 32, 64, 128)
-LARGEST_OPERAND = 2**31  # elements; larger offsets do not fit the kernels' 32-bit index arithmetic
 ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 KEY_TILES_OF_SPLIT = 4  # fewer are not worth a program of their own
 
@@ -169,10 +169,10 @@ class _Tiling(NamedTuple):
         return cls(queries, pl.cdiv(q.shape[1], queries), keys, pl.cdiv(k.shape[1], keys), size, own_tiles)
 
     def pad_queries(self, array) -> Array:
-        return _pad(array, self.queries)
+        return _whole_tiles(array, self.queries)
 
     def pad_keys(self, array) -> Array:
-        return _pad(array, self.keys)
+        return _whole_tiles(array, self.keys)
 
     def one_tile(self, array) -> Array:
         """Keys for kernels that move their last tile back to be whole (no copy of a long context): a tile at least."""
@@ -240,10 +240,10 @@ def _forward_kernel(tiling: _Tiling, splits: int, q_ref, k_ref, v_ref, lo_ref, h
 
     def add(keys_ref, values_ref, tile, allowed, softmax):
         peak, total, values = softmax
-        scores = jnp.where(allowed, _dot(q, keys_ref[tile, :], (1, 1)) * scale, -jnp.inf)
+        scores = jnp.where(allowed, dot(q, keys_ref[tile, :], (1, 1)) * scale, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         weights, decay = jnp.exp(scores - new_peak[:, None]), jnp.exp(peak - new_peak)
-        values = values * decay[:, None] + _dot(weights.astype(q.dtype), values_ref[tile, :])
+        values = values * decay[:, None] + dot(weights.astype(q.dtype), values_ref[tile, :])
         return new_peak, total * decay + jnp.sum(weights, axis=1), values
 
     empty = (
@@ -265,9 +265,9 @@ def _query_gradient_kernel(tiling: _Tiling, q_ref, k_ref, v_ref, lo_ref, hi_ref,
 
     def add(keys_ref, values_ref, tile, allowed, dq):
         k = keys_ref[tile, :]
-        scores = jnp.where(allowed, _dot(q, k, (1, 1)) * scale, -jnp.inf)
-        d_score = jnp.exp(scores - log_total) * (_dot(dy, values_ref[tile, :], (1, 1)) - pull) * scale
-        return dq + _dot(d_score.astype(q.dtype), k)
+        scores = jnp.where(allowed, dot(q, k, (1, 1)) * scale, -jnp.inf)
+        d_score = jnp.exp(scores - log_total) * (dot(dy, values_ref[tile, :], (1, 1)) - pull) * scale
+        return dq + dot(d_score.astype(q.dtype), k)
 
     dq = _walk_keys(
         tiling, pl.program_id(0), k_ref, v_ref, lo_ref, hi_ref, own_refs, 0, 1, add, jnp.zeros(q.shape, jnp.float32)
@@ -327,11 +327,11 @@ def _key_gradient_kernel(tiling: _Tiling, per_key_head: int, own: bool, *refs):
             allowed = shares_block(number * tiling.queries + offsets, key, tiling.size) & valid
         else:
             allowed = reads(lo_ref[tile][None, :], hi_ref[tile][None, :], key)
-        scores = jnp.where(allowed, _dot(k, q, (1, 1)) * scale, -jnp.inf)
+        scores = jnp.where(allowed, dot(k, q, (1, 1)) * scale, -jnp.inf)
         weight = jnp.exp(scores - log_total_ref[tile, head][None, :])
-        d_v = d_keys[1] + _dot(weight.astype(dy.dtype), dy)
-        d_score = weight * (_dot(v, dy, (1, 1)) - pull_ref[tile, head][None, :]) * scale
-        return d_keys[0] + _dot(d_score.astype(q.dtype), q), d_v
+        d_v = d_keys[1] + dot(weight.astype(dy.dtype), dy)
+        d_score = weight * (dot(v, dy, (1, 1)) - pull_ref[tile, head][None, :]) * scale
+        return d_keys[0] + dot(d_score.astype(q.dtype), q), d_v
 
     zeros = jnp.zeros(k.shape, jnp.float32)
     d_k, d_v = lax.fori_loop(0, (last_ref[key_tile] - first) * per_key_head, add, (zeros, zeros))
@@ -339,16 +339,9 @@ def _key_gradient_kernel(tiling: _Tiling, per_key_head: int, own: bool, *refs):
     d_v_ref[...] = d_v.astype(d_v_ref.dtype)
 
 
-def _dot(a: Array, b: Array, axes: tuple[int, int] = (1, 0)) -> Array:
-    """A product of two matrices over axis axes[0] of a and axes[1] of b, in float32; never TF32."""
-    precision = Precision.HIGHEST if a.dtype == jnp.float32 else Precision.DEFAULT
-    contract = (((axes[0],), (axes[1],)), ((), ()))
-    return lax.dot_general(a, b.astype(a.dtype), contract, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _pad(array, tile: int) -> Array:
+def _whole_tiles(array, tile: int) -> Array:
     """[B, T, ...] to whole tiles: a kernel has no bounds checks of its own."""
-    return jnp.pad(array, [(0, 0), (0, -array.shape[1] % tile)] + [(0, 0)] * (array.ndim - 2))
+    return pad_tokens(array, pl.cdiv(array.shape[1], tile) * tile)
 
 
 def _call(kernel, name: str, grid, arrays, specs, *, out_specs, out_shape):

@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from diffjax.kernels.attention_mask import reads
 from diffjax.kernels.dispatch import SAVED
 from diffjax.kernels.precision import accumulation_dtype, einsum
+from diffjax.kernels.tokens import pad_tokens
 
 TILE = 256  # queries whose scores are alive at once
 PIECE, LONG_PIECE = 256, 1024  # keys of a step of the loop, for a full tile of queries and for a few queries
@@ -89,8 +90,7 @@ class _Tiling(NamedTuple):
         width = width or self.tile
 
         def split(array):
-            short = self.tiles * width - array.shape[1]
-            array = jnp.pad(array, [(0, 0), (0, short)] + [(0, 0)] * (array.ndim - 2))
+            array = pad_tokens(array, self.tiles * width)
             return jnp.moveaxis(array.reshape(len(array), self.tiles, width, *array.shape[2:]), 1, 0)
 
         return jax.tree.map(split, arrays)

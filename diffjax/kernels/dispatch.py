@@ -19,6 +19,7 @@ from diffjax.errors import UnsupportedKernel
 
 SAVED = "saved by a kernel"  # the name (jax.ad_checkpoint.checkpoint_name) of results that rematerialisation may keep
 KERNELS = {"tpu": "pallas_tpu", "cuda": "pallas_triton"}  # what `auto` prefers; everything else runs the XLA form
+LARGEST_OPERAND = 2**31  # elements; larger offsets do not fit the kernels' 32-bit index arithmetic
 BATCH_AXES, HEAD_AXIS = ("data", "fsdp"), "tensor"  # mesh axes over which kernels may be split
 
 log = logging.getLogger("diffjax.kernels")
@@ -34,10 +35,10 @@ class Choice(NamedTuple):
     backends: tuple[tuple[str, str], ...]  # (platform, backend); the platform "default" stands for all others
 
     @property
-    def likely(self) -> str:
-        """The backend to choose sizes for: a wrong guess costs time, never correctness."""
+    def backend(self) -> str:
+        """The backend on the platform, as far as that is known."""
         backends = dict(self.backends)
-        return backends.get(self.platform or local_platform(), backends["default"])
+        return backends.get(self.platform, backends["default"])
 
 
 def choose(operation: str, backend: str, refusals: dict[str, Callable[[], str | None]], shape: str) -> Choice:
@@ -96,7 +97,7 @@ def run(choice: Choice, modules: dict[str, ModuleType], function: str, specs, *a
         default = call(backends.pop("default"))
         kernels = {where: call(name) for where, name in backends.items()}
         return jax.lax.platform_dependent(*args, **kernels, default=default)
-    return call(backends.get(choice.platform, backends["default"]))(*args)
+    return call(choice.backend)(*args)
 
 
 class Split(NamedTuple):
@@ -116,10 +117,7 @@ def split_over_mesh(body: Callable, splits_in, splits_out) -> Callable:
     is_split = lambda node: isinstance(node, Split)
 
     def split_call(*args):
-        flat = [
-            (split, array)
-            for split, array in zip(jax.tree.leaves(splits_in, is_leaf=is_split), jax.tree.leaves(args), strict=True)
-        ]
+        flat = list(zip(jax.tree.leaves(splits_in, is_leaf=is_split), jax.tree.leaves(args), strict=True))
         rows = [array.shape[split.rows] for split, array in flat if split.rows is not None]
         heads = [array.shape[split.heads] for split, array in flat if split.heads is not None]
         row_axes = _dividing_axes(mesh, BATCH_AXES, rows)

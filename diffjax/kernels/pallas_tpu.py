@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.lax import Precision
 
 from diffjax.kernels.dispatch import interpreting
 from diffjax.kernels.ssd_stream import Stream
@@ -23,11 +22,11 @@ LANES, SUBLANES = 128, 8
 PACKED_SUBLANES = 16  # of a bfloat16 tile
 VMEM_LIMIT = 48 * 2**20  # three quarters of the smallest VMEM of the targets (64 MiB on v5p; v5e and v6e have 128)
 SMALLEST_VMEM = 16 * 2**20  # what v5e grants without being asked
-LARGEST_OPERAND = 2**31  # elements; larger offsets do not fit the kernels' 32-bit index arithmetic
 # Most heads of a step by (P, N). More heads share one read of Bm and Cm, and the schedule hides more: with 40 heads
 # instead of 16 a head takes a quarter fewer cycles forward (P 32, N 64). Fewer compile faster and need less VMEM.
 TILES = {(32, 64): 40, (64, 64): 24, (64, 128): 24}
 DEFAULT_TILE = 8
+TOKENS = ("channels", "heads", "heads", "count")  # what `Call.tokens` gives, in names of `Call.block`
 
 
 def heads_per_step(heads: int, largest: int) -> int:
@@ -67,16 +66,6 @@ def unstack_states(states: Array, heads: int, head_dim: int) -> Array:
     """[..., H' P, N] -> [..., H, P, N]"""
     *lead, rows, state = states.shape
     return states.reshape(*lead, rows // head_dim, head_dim, state)[..., :heads, :, :]
-
-
-def dot(a: Array, b: Array, axes: tuple[int, int] = (1, 0)) -> Array:
-    """A product of two matrices over axis axes[0] of a and axes[1] of b, in float32.
-
-    float32 operands ask for the full float32 product: the default rounds them to bfloat16.
-    """
-    precision = Precision.DEFAULT if a.dtype == jnp.bfloat16 else Precision.HIGHEST
-    contract = (((axes[0],), (axes[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
 
 
 def column(row: Array) -> Array:
@@ -201,9 +190,12 @@ class Call(NamedTuple):
         return time_on_lanes(array.astype(self.dtype), self.tile)
 
     def tokens(self, stream: Stream) -> tuple[Array, Array, Array, Array]:
-        """x, dt, cum, count as kernels take them: "channels", "heads", "heads", "count"."""
-        per_head = lambda array: time_on_lanes(array.astype(jnp.float32), self.tile)
-        return self.channels(stream.x), per_head(stream.dt), per_head(stream.cum), stream.count[:, None]
+        """x, dt, cum, count as kernels take them: `TOKENS`."""
+        return self.channels(stream.x), self.rows(stream.dt), self.rows(stream.cum), stream.count[:, None]
+
+    def rows(self, array: Array) -> Array:
+        """[B, T, H] -> [B, H', T], float32."""
+        return time_on_lanes(array.astype(jnp.float32), self.tile)
 
     def per_token(self, array: Array) -> Array:
         """[B, H' P, T] -> [B, T, H, P]"""
@@ -216,6 +208,11 @@ class Call(NamedTuple):
     def shared(self, partials: Array) -> Array:
         """The sum of "partial"s over tiles of heads, [B, T, 1, N] in the compute dtype."""
         return jnp.swapaxes(partials.sum(0), 1, 2)[:, :, None].astype(self.dtype)
+
+    def stream_gradient(self, stream: Stream, d_x, d_dt, d_cum, d_Bm) -> Stream:
+        """The gradient of `stream` from a kernel's "channels", "heads", "heads" and "partial"."""
+        like = lambda gradient, array: self.per_head(gradient).astype(array.dtype)
+        return Stream(self.per_token(d_x), like(d_dt, stream.dt), like(d_cum, stream.cum), None, self.shared(d_Bm))
 
     def pallas_call(
         self, kernel, name: str, inputs, outputs, temporaries, *, semantics, steps: int, memory, entry, flops: int

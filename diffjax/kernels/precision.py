@@ -1,5 +1,6 @@
 """Dtypes of the kernels: what accumulates in at least float32, and matrix products that keep their promise."""
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import Precision
@@ -17,6 +18,19 @@ def einsum(equation: str, *operands: Array) -> Array:
     bfloat16 operands take the native product.
     """
     dtype = operands[0].dtype
-    precision = Precision.DEFAULT if dtype == jnp.bfloat16 else Precision.HIGHEST
+    precision = full_precision(dtype)
     operands = [operand.astype(dtype) for operand in operands]
     return jnp.einsum(equation, *operands, precision=precision, preferred_element_type=accumulation_dtype(dtype))
+
+
+def dot(a: Array, b: Array, axes: tuple[int, int] = (1, 0)) -> Array:
+    """Inside a kernel: two matrices over axis axes[0] of a and axes[1] of b, in the dtype of a, summed in float32."""
+    contract = (((axes[0],), (axes[1],)), ((), ()))
+    return jax.lax.dot_general(
+        a, b.astype(a.dtype), contract, precision=full_precision(a.dtype), preferred_element_type=jnp.float32
+    )
+
+
+def full_precision(dtype) -> Precision:
+    """What keeps a product of `dtype` whole: 16-bit operands have one native product."""
+    return Precision.DEFAULT if jnp.dtype(dtype).itemsize == 2 else Precision.HIGHEST

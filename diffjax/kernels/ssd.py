@@ -26,7 +26,8 @@ from diffjax.kernels import ssd_pallas_tpu, ssd_reference, ssd_xla
 from diffjax.kernels.dispatch import KERNELS, SAVED, Choice, Split, choose, local_platform, mesh_platform, run
 from diffjax.kernels.precision import accumulation_dtype
 from diffjax.kernels.ssd_boundary import Boundary, final_state, states_at
-from diffjax.kernels.ssd_stream import Stream, by_chunk, make_stream, pad_tokens
+from diffjax.kernels.ssd_stream import Stream, make_stream
+from diffjax.kernels.tokens import by_chunk, pad_tokens
 
 __all__ = ["Boundary", "final_state", "ssd_block", "ssd_frontier", "ssd_scan", "states_at"]
 
@@ -112,11 +113,13 @@ def ssd_block(
     if seed is not None:
         seed = seed.astype(accumulation_dtype(x.dtype))
     chunk, choice = _choose("blocks" if seed is None else "seeded blocks", backend, streams[0], streams[2], size, chunk)
-    length, only_xla = frontiers * size, choice._replace(backends=XLA_ONLY)
+    length = frontiers * size
     if seed is None and size <= chunk:  # whole blocks share a chunk
         stream = make_stream(*streams[:2], A, streams[2], None, chunk, segment=size, reverse=reverse)
         y = _blocks(stream, pad_tokens(streams[3], stream.x.shape[1]), chunk, reverse, choice)
-    elif size == chunk and not reverse and choice == only_xla:  # a block is a chunk, its seed the chunk's state
+    elif (
+        size == chunk and not reverse and choice.backends == XLA_ONLY
+    ):  # a block is a chunk, its seed the chunk's state
         stream = make_stream(*streams[:2], A, streams[2], None, chunk)
         y = _frontiers(stream, streams[3], stream.cum, None, seed, chunk, size, choice)
     else:  # blocks are rows of a scan

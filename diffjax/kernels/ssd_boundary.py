@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from diffjax.kernels.precision import einsum
-from diffjax.kernels.ssd_stream import Stream, by_chunk
+from diffjax.kernels.ssd_stream import Stream
+from diffjax.kernels.tokens import by_chunk
 
 
 @flax.struct.dataclass

@@ -11,18 +11,19 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from diffjax.kernels.dispatch import LARGEST_OPERAND
 from diffjax.kernels.pallas_tpu import (
     LANES,
-    LARGEST_OPERAND,
+    TOKENS,
     VMEM_LIMIT,
     Call,
     decay_of_pairs,
-    dot,
     stack_states,
     to_end,
     unstack_states,
     visible,
 )
+from diffjax.kernels.precision import dot
 from diffjax.kernels.ssd_pallas_tpu_backward import backward_kernel
 from diffjax.kernels.ssd_pallas_tpu_frontiers import frontiers_backward, frontiers_forward
 from diffjax.kernels.ssd_pallas_tpu_frontiers import vmem as frontiers_vmem
@@ -40,7 +41,6 @@ __all__ = [
 ]
 
 IN_ORDER, ANY_ORDER = ("parallel", "parallel", "arbitrary"), ("parallel", "parallel", "parallel")
-TOKENS = ("channels", "heads", "heads", "count")  # x, dt, cum, count
 GRADIENTS = ("channels", "heads", "heads", "partial", "partial")  # of x, dt, cum, Bm, Cm
 # By whether a state is carried: inputs, outputs and scratch, in names of `Call.block` and `Call.temporary`.
 FORWARD = {
@@ -115,14 +115,15 @@ def scan_backward(stream: Stream, Cm: Array, states: Array, dy: Array, d_states:
     call, tokens, shared = _prepare(stream, Cm, chunk)
     states, d_states = stack_states(states, call.tile), stack_states(d_states, call.tile)
     run = _backward(call, reverse, carried=True)
-    *gradients, d_initial = run(*tokens, *shared[1:], call.channels(dy), states, d_states, d_states)
-    return *_gradients(call, stream, *gradients), unstack_states(d_initial, call.heads, call.P)
+    *gradients, d_Cm, d_initial = run(*tokens, *shared[1:], call.channels(dy), states, d_states, d_states)
+    d_stream = call.stream_gradient(stream, *gradients)
+    return d_stream, call.shared(d_Cm), unstack_states(d_initial, call.heads, call.P)
 
 
 def blocks_backward(stream: Stream, Cm: Array, dy: Array, *, chunk: int, reverse: bool):
     call, tokens, shared = _prepare(stream, Cm, chunk)
-    gradients = _backward(call, reverse, carried=False)(*tokens, shared[1], shared[3], call.channels(dy))
-    return _gradients(call, stream, *gradients)
+    *gradients, d_Cm = _backward(call, reverse, carried=False)(*tokens, shared[1], shared[3], call.channels(dy))
+    return call.stream_gradient(stream, *gradients), call.shared(d_Cm)
 
 
 def _prepare(stream: Stream, Cm: Array, chunk: int):
@@ -130,11 +131,6 @@ def _prepare(stream: Stream, Cm: Array, chunk: int):
     call = Call.of(stream, chunk)
     Bm, Cm = stream.Bm[:, :, 0], Cm[:, :, 0]
     return call, call.tokens(stream), (Bm, jnp.swapaxes(Bm, 1, 2), Cm, jnp.swapaxes(Cm, 1, 2))
-
-
-def _gradients(call: Call, stream: Stream, d_x, d_dt, d_cum, d_Bm, d_Cm):
-    d_dt, d_cum = call.per_head(d_dt).astype(stream.dt.dtype), call.per_head(d_cum).astype(stream.cum.dtype)
-    return Stream(call.per_token(d_x), d_dt, d_cum, None, call.shared(d_Bm)), call.shared(d_Cm)
 
 
 def _forward(call: Call, reverse: bool, carried: bool):

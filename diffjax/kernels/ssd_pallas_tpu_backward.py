@@ -15,7 +15,8 @@ Both sums of R are of one matrix, rounded once. The shorter dy . y - du . u roun
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from diffjax.kernels.pallas_tpu import PACKED_SUBLANES, Call, decay_of_pairs, dot, last_token, to_end, visible
+from diffjax.kernels.pallas_tpu import PACKED_SUBLANES, Call, decay_of_pairs, last_token, to_end, visible
+from diffjax.kernels.precision import dot
 
 FIRST, LAST = (0, 0), (1, 1)  # products over the first axes of both matrices, over the last axes of both
 

@@ -32,17 +32,17 @@ from jax.experimental import pallas as pl
 from diffjax.kernels.pallas_tpu import (
     LANES,
     SUBLANES,
+    TOKENS,
     Call,
     column,
-    dot,
     stack_states,
-    time_on_lanes,
     unstack_states,
 )
-from diffjax.kernels.ssd_stream import Stream, pad_tokens
+from diffjax.kernels.precision import dot
+from diffjax.kernels.ssd_stream import Stream
+from diffjax.kernels.tokens import pad_tokens
 
 FIRST, LAST = (0, 0), (1, 1)  # products over the first axes of both matrices, over the last axes of both
-TOKENS = ("channels", "heads", "heads", "count")  # x, dt, cum, count
 GRADIENTS = ("channels", "heads", "heads", "partial")  # of x, dt, cum, Bm
 # Inputs, outputs, scratch in names of `Call.block` and `Call.temporary`; `_scratch` adds what depends on the strips.
 FORWARD = (*TOKENS, "tokens", *TOKENS, "tokens", "heads", "lanes", "states"), ("channels",), ("pairs", "pairs", "heads")
@@ -77,7 +77,7 @@ def frontiers_forward(
         flops=4 * chunk * (call.N // call.tile + call.P) + 2 * call.N * call.P,
     )
     streams = (*call.tokens(own), own.Bm[:, :, 0], *call.tokens(clean), clean.Bm[:, :, 0])
-    (y,) = run(*streams, _rows(call, reach), _on_lanes(Cm), stack_states(states, call.tile))
+    (y,) = run(*streams, call.rows(reach), _on_lanes(Cm), stack_states(states, call.tile))
     return call.per_token(y)
 
 
@@ -102,26 +102,16 @@ def frontiers_backward(
     )
     streams = (*call.tokens(own), _on_lanes(own.Bm), *call.tokens(clean), _on_lanes(clean.Bm))
     before = stack_states(pad_tokens(states, call.chunks + 1), call.tile)
-    results = run(*streams, _rows(call, reach), Cm[:, :, 0], _on_lanes(Cm), before, call.channels(dy))
-    d_own, d_clean = (_stream_gradient(call, *some) for some in ((own, *results[:4]), (clean, *results[4:8])))
+    results = run(*streams, call.rows(reach), Cm[:, :, 0], _on_lanes(Cm), before, call.channels(dy))
+    d_own, d_clean = (call.stream_gradient(*some) for some in ((own, *results[:4]), (clean, *results[4:8])))
     d_reach, d_Cm, d_states = results[8:]
     d_states = pad_tokens(unstack_states(d_states, call.heads, call.P), states.shape[1])
     return d_own, call.shared(d_Cm), call.per_head(d_reach).astype(reach.dtype), d_clean, d_states
 
 
-def _rows(call: Call, array: Array) -> Array:
-    """[B, T, H] -> [B, H', T], float32."""
-    return time_on_lanes(array.astype(jnp.float32), call.tile)
-
-
 def _on_lanes(array: Array) -> Array:
     """[B, T, 1, N] -> [B, N, T]"""
     return jnp.swapaxes(array[:, :, 0], 1, 2)
-
-
-def _stream_gradient(call: Call, stream: Stream, d_x, d_dt, d_cum, d_Bm) -> Stream:
-    d_dt, d_cum = call.per_head(d_dt).astype(stream.dt.dtype), call.per_head(d_cum).astype(stream.cum.dtype)
-    return Stream(call.per_token(d_x), d_dt, d_cum, None, call.shared(d_Bm))
 
 
 def _forward_kernel(call: Call, block_size: int, *refs):

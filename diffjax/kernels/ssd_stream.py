@@ -35,6 +35,7 @@ import numpy as np
 from jax import Array
 
 from diffjax.kernels.precision import einsum
+from diffjax.kernels.tokens import by_chunk, pad_tokens
 
 
 class Stream(NamedTuple):
@@ -80,18 +81,6 @@ def make_stream(
         count = jnp.broadcast_to(jnp.arange(chunk, dtype=jnp.int32) // segment, (batch, (length + pad) // chunk, chunk))
     cum = _sums(by_chunk(dt * A, chunk), count, reverse).reshape(dt.shape)
     return Stream(x, dt, cum, None if count is None else count.reshape(batch, length + pad), Bm)
-
-
-def by_chunk(array: Array, chunk: int) -> Array:
-    """[B, T, ...] -> [B, C, Q, ...]"""
-    return array.reshape(array.shape[0], array.shape[1] // chunk, chunk, *array.shape[2:])
-
-
-def pad_tokens(array: Array, length: int) -> Array:
-    """[B, T, ...] -> [B, length, ...], zeros behind the last token or cut."""
-    if array.shape[1] >= length:
-        return array[:, :length]
-    return jnp.pad(array, [(0, 0), (0, length - array.shape[1])] + [(0, 0)] * (array.ndim - 2))
 
 
 def _sums(a: Array, count: Array | None, reverse: bool) -> Array:

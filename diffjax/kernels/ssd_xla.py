@@ -14,7 +14,8 @@ import numpy as np
 from jax import Array
 
 from diffjax.kernels.precision import einsum
-from diffjax.kernels.ssd_stream import Stream, by_chunk
+from diffjax.kernels.ssd_stream import Stream
+from diffjax.kernels.tokens import by_chunk, pad_tokens
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 64
 
@@ -95,7 +96,7 @@ def blocks_backward(stream: Stream, Cm, dy, *, chunk: int, reverse: bool):
     return d_stream, _shared(inside.Cm, Cm.shape, Cm.dtype)
 
 
-def frontiers_forward(own: Stream, Cm, reach, clean: Stream, states, *, chunk: int, block_size: int):
+def frontiers_forward(own: Stream, Cm, reach, clean: Stream | None, states, *, chunk: int, block_size: int):
     o, c, Cm = _chunks(own, chunk), _chunks(clean, chunk), _by_group(Cm, chunk)
     reach, before = _heads(reach, o), _states(states, o)
     earlier, same = _frontier_masks(o, c, chunk, block_size)
@@ -106,7 +107,7 @@ def frontiers_forward(own: Stream, Cm, reach, clean: Stream, states, *, chunk: i
     return _tokens(y, own.x)
 
 
-def frontiers_backward(own: Stream, Cm, reach, clean: Stream, states, dy, *, chunk: int, block_size: int):
+def frontiers_backward(own: Stream, Cm, reach, clean: Stream | None, states, dy, *, chunk: int, block_size: int):
     o, c, shape = _chunks(own, chunk), _chunks(clean, chunk), Cm.shape
     Cm, reach_, dy, before = _by_group(Cm, chunk), _heads(reach, o), _heads(dy, o), _states(states, o)
     earlier, same = _frontier_masks(o, c, chunk, block_size)
@@ -121,8 +122,7 @@ def frontiers_backward(own: Stream, Cm, reach, clean: Stream, states, dy, *, chu
         d_Cm, d_reach = d_Cm + outside.Cm, d_reach + outside.rows
         d_clean = _stream_gradient(clean, c, outside.u, -outside.columns, outside.Bm)
     d_before = einsum("bcgrqp,bcgqn->bcgrpn", dy_read, Cm)
-    d_states = d_before.reshape(*d_before.shape[:2], *states.shape[2:])
-    d_states = jnp.pad(d_states, [(0, 0), (0, states.shape[1] - d_states.shape[1])] + [(0, 0)] * 3)
+    d_states = pad_tokens(d_before.reshape(*d_before.shape[:2], *states.shape[2:]), states.shape[1])
     d_own = _stream_gradient(own, o, inside.u, inside.rows - inside.columns, inside.Bm)
     return d_own, _shared(d_Cm, shape, Cm.dtype), _tokens(d_reach, reach), d_clean, d_states
 

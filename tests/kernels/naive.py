@@ -3,6 +3,7 @@
 Truth for the backends' values, and by `jax.vjp` for their gradients; run it in float64.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -150,3 +151,12 @@ def problem(
         "d_states": tensor(batch, length // chunk + 1, heads, channels, state),
         "A": A,
     }
+
+
+def abstract(dtype, *, batch=1, length=256, heads=12, channels=32, state=64, chunk=128):
+    """Shapes alone, for lowering: a stream and states."""
+    struct = lambda kind, *shape: jax.ShapeDtypeStruct(shape, kind)
+    x, dt = struct(dtype, batch, length, heads, channels), struct("float32", batch, length, heads)
+    Bm = struct(dtype, batch, length, 1, state)
+    stream = Stream(x, dt, dt, struct("int32", batch, length), Bm)
+    return stream, struct("float32", batch, length // chunk + 1, heads, channels, state)

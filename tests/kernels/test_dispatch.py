@@ -37,17 +37,17 @@ def test_an_explicit_choice_never_falls_back():
     assert choose("op", "pallas_tpu", KERNELS, "[3]").backends == (("default", "pallas_tpu"),)
 
 
-@pytest.mark.parametrize(("platform", "kind", "likely"), [("tpu", "TPU v5 lite", "pallas_tpu"), ("cpu", "cpu", "xla")])
-def test_auto_follows_the_mesh(platform, kind, likely):
+@pytest.mark.parametrize(("platform", "kind", "backend"), [("tpu", "TPU v5 lite", "pallas_tpu"), ("cpu", "cpu", "xla")])
+def test_auto_follows_the_mesh(platform, kind, backend):
     with mesh_of(platform, kind):
         choice = choose("op", "auto", KERNELS, "[4]")
-    assert (choice.platform, choice.likely) == (platform, likely)
-    assert dispatch.decisions["op [4]"].startswith(f"{likely} (auto")
+    assert (choice.platform, choice.backend) == (platform, backend)
+    assert dispatch.decisions["op [4]"].startswith(f"{backend} (auto")
 
 
 def test_auto_warns_with_the_reason_where_a_kernel_refuses(caplog):
     with mesh_of("gpu", "NVIDIA H100 80GB HBM3"), caplog.at_level(logging.INFO, "diffjax.kernels"):
-        assert choose("op", "auto", KERNELS, "[5]").likely == "xla"
+        assert choose("op", "auto", KERNELS, "[5]").backend == "xla"
         choose("op", "auto", KERNELS, "[5]")
     (record,) = caplog.records
     assert record.levelno == logging.WARNING

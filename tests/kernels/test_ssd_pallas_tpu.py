@@ -163,14 +163,11 @@ def test_a_rise_of_the_sums_is_cut_at_zero():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("operation", ["scan", "blocks"])
 def test_kernels_lower_for_a_tpu(operation, direction, dtype):
-    batch, length, heads, head_dim, state = 1, 256, 12, 32, 64
-    struct = lambda kind, *shape: jax.ShapeDtypeStruct(shape, kind)
-    x, dt = struct(dtype, batch, length, heads, head_dim), struct("float32", batch, length, heads)
-    Bm = struct(dtype, batch, length, 1, state)
-    states = struct("float32", batch, length // CHUNK + 1, heads, head_dim, state)
-    stream = Stream(x, dt, dt, struct("int32", batch, length), Bm)
+    stream, states = naive.abstract(dtype, chunk=CHUNK)
+    x, Bm = stream.x, stream.Bm
+    initial = jax.ShapeDtypeStruct((states.shape[0], *states.shape[2:]), states.dtype)
     args = {
-        "scan forward": (stream, Bm, struct("float32", batch, heads, head_dim, state)),
+        "scan forward": (stream, Bm, initial),
         "scan backward": (stream, Bm, states, x, states),
         "blocks forward": (stream, Bm),
         "blocks backward": (stream, Bm, x),

@@ -156,12 +156,8 @@ def test_states_beyond_the_frontiers_get_no_gradient(entries):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_kernels_lower_for_a_tpu(direction, dtype):
-    batch, length, heads, head_dim, state = 1, 256, 12, 32, 64
-    struct = lambda kind, *shape: jax.ShapeDtypeStruct(shape, kind)
-    x, dt = struct(dtype, batch, length, heads, head_dim), struct("float32", batch, length, heads)
-    Bm = struct(dtype, batch, length, 1, state)
-    states = struct("float32", batch, length // CHUNK + 1, heads, head_dim, state)
-    stream = Stream(x, dt, dt, struct("int32", batch, length), Bm)
+    stream, states = naive.abstract(dtype, chunk=CHUNK)
+    x, dt, Bm = stream.x, stream.dt, stream.Bm
     args = (stream, Bm, dt, stream, states) + ((x,) if direction == "backward" else ())
     function = functools.partial(getattr(kernels, f"frontiers_{direction}"), chunk=CHUNK, block_size=32)
     module = jax.export.export(jax.jit(function), platforms=["tpu"])(*args).mlir_module()
