@@ -21,6 +21,7 @@ from pathlib import Path
 from diffjax import __version__
 from diffjax.config import load_config, to_dict
 from diffjax.errors import GuardStop, Preempted, UserError
+from diffjax.huge_pages import restart_with_huge_pages
 
 EXIT_CODES = {UserError: 2, GuardStop: 4, Preempted: 75, KeyboardInterrupt: 130}
 BROKEN_PIPE = 141
@@ -28,8 +29,8 @@ BROKEN_PIPE = 141
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return its exit code. Reads sys.argv when `argv` is None."""
-    argv = sys.argv[1:] if argv is None else argv
-    arguments = _parse(argv)
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    arguments.own_process = argv is None
     output = sys.stdout
     try:
         try:
@@ -75,6 +76,7 @@ def _log_on_stderr():
 
 def _train(arguments):
     config = load_config(arguments.config, arguments.overrides)
+    _before_jax(arguments)
     from diffjax.run import train
 
     return train(config, resume_command=shlex.join(["diffjax", "train", arguments.config, *arguments.overrides]))
@@ -126,9 +128,16 @@ def _load_run(arguments):
     stored = Path(arguments.run) / "config.yaml"
     if stored.is_file():
         load_config(stored, overrides)
+    _before_jax(arguments)
     from diffjax.run import load_run
 
     return load_run(arguments.run, overrides)
+
+
+def _before_jax(arguments) -> None:
+    """The last moment to start again: the command is right, and nothing has been printed or opened."""
+    if arguments.own_process:
+        restart_with_huge_pages()
 
 
 class _Terminal:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from diffjax.config import Config, dump_yaml, load_config, validate
+from diffjax.config import Config, MeshConfig, dump_yaml, load_config, validate
 from diffjax.data.batch import Batch
 from diffjax.data.corpus import Corpus
 from diffjax.data.loader import TrainLoader, held_out_batches, held_out_indices
@@ -75,6 +75,7 @@ def train(config: Config, *, resume_command: str | None = None) -> TrainResult:
     Raises UserError, GuardStop (the guard gave up, state saved) and Preempted (asked to stop, state saved).
     """
     validate(config)
+    dispatch.forget()
     sampler(config.sampling, config.model.block_size)  # a bad key is better told now than after the last step
     run_dir = Path(config.run.dir)
     try:
@@ -100,7 +101,8 @@ def train(config: Config, *, resume_command: str | None = None) -> TrainResult:
                 again = resume_command or "the same call"
                 raise Preempted(f"{stop}. To go on: {again}") from None
         weights = outcome.state.get("ema", outcome.state["params"])
-        text = _write_samples(config, job.denoiser, corpus, weights, outcome.step)
+        with jax.set_mesh(job.mesh):
+            text = _write_samples(config, job.denoiser, corpus, weights, outcome.step)
         summary = _summary(config, run_dir, outcome, weights, time.monotonic() - began)
         _write(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         _print_end(config, summary, text, resume_command)
@@ -179,8 +181,8 @@ def evaluate(run: Run, **keys) -> dict:
     config = dataclasses.replace(run.config, evaluation=dataclasses.replace(run.config.evaluation, **keys))
     validate(config)
     corpus = _corpus_of(run)
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "fsdp"))
-    with _precision(config):
+    mesh = _one_device()
+    with _precision(config), jax.set_mesh(mesh):
         record = _likelihood(config, run.denoiser, run.params, corpus, mesh)
     error = "" if record["mc_se"] is None else f" +- {record['mc_se']:.4f}"
     print(f"{run.dir} at step {run.step}: {record['tokens_scored']:,} held-out tokens, estimator {record['estimator']}")
@@ -197,8 +199,12 @@ def sample(
 ) -> list[Generation]:
     """Continue the prompts; `keys` replace keys of the run's `sampling` section. See `diffjax.sampling.generate`."""
     sampling = dataclasses.replace(run.config.sampling, **keys)
-    with _precision(run.config):
+    with _precision(run.config), jax.set_mesh(_one_device()):
         return generate(run.denoiser, run.params, run.tokenizer, prompts, sampling, on_block=on_block)
+
+
+def _one_device() -> Mesh:
+    return make_mesh(MeshConfig(), jax.devices()[:1])
 
 
 def _likelihood(config, denoiser, params, corpus: Corpus, mesh: Mesh, should_stop=lambda: False) -> dict | None:

@@ -23,9 +23,10 @@ LARGEST_OPERAND = 2**31  # elements; larger offsets do not fit the kernels' 32-b
 BATCH_AXES, HEAD_AXIS = ("data", "fsdp"), "tensor"  # mesh axes over which kernels may be split
 
 log = logging.getLogger("diffjax.kernels")
-decisions: dict[str, str] = {}  # one line for each operation and shape traced so far: what was chosen and why
+decisions: dict[str, str] = {}  # one line for each operation and shape traced since `forget`: what was chosen and why
 _logged: set[str] = set()
 _interpreting = False
+_shapes_only = False
 
 
 class Choice(NamedTuple):
@@ -52,6 +53,8 @@ def choose(operation: str, backend: str, refusals: dict[str, Callable[[], str | 
     Raises:
       UnsupportedKernel (a ValueError): there is no such backend, or the one named refuses this call.
     """
+    if _shapes_only:
+        return Choice(None, (("default", "xla"),))
     if backend != "auto":
         if backend not in refusals:
             known = ", ".join(refusals)
@@ -163,6 +166,23 @@ def interpreted_kernels():
         yield
     finally:
         _interpreting = before
+
+
+@contextlib.contextmanager
+def shapes_only():
+    """Trace for the shapes of results, such as a model's parameters: nothing runs, so nothing is chosen or told."""
+    global _shapes_only
+    before, _shapes_only = _shapes_only, True
+    try:
+        yield
+    finally:
+        _shapes_only = before
+
+
+def forget() -> None:
+    """Start an empty list of decisions: those of another run."""
+    decisions.clear()
+    _logged.clear()
 
 
 def interpreting() -> bool:

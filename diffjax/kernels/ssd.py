@@ -71,11 +71,11 @@ def ssd_scan(
     initial = jnp.zeros((batch, heads, head_dim, Bm.shape[-1]), dt.dtype) if initial_state is None else initial_state
     initial = initial.astype(accumulation_dtype(x.dtype))
     edges = jnp.zeros((batch, whole + 1), bool) if reset is None else reset
-    if backend == "reference":
-        return ssd_reference.scan(x, dt, A, Bm, Cm, block_size, initial, edges)
     if length == 0:
         return x, Boundary(initial[:, None], edges, block_size=block_size, chunk=block_size)
     chunk, choice = _choose("scan", backend, x, Bm, block_size, chunk)
+    if choice.backend == "reference":
+        return ssd_reference.scan(x, dt, A, Bm, Cm, block_size, initial, edges)
     starts = None
     if reset is not None:
         starts = jnp.repeat(reset, block_size, axis=1) & (jnp.arange((whole + 1) * block_size) % block_size == 0)
@@ -105,14 +105,14 @@ def ssd_block(
     [B, F, G, g, N]. Returns y like x.
     """
     batch, frontiers, size, heads, head_dim = x.shape
-    if backend == "reference":
-        return ssd_reference.block(x, dt, A, Bm, Cm, seed, reverse)
     if x.size == 0:
         return x
     streams = [array.reshape(batch, frontiers * size, *array.shape[3:]) for array in (x, dt, Bm, Cm)]
     if seed is not None:
         seed = seed.astype(accumulation_dtype(x.dtype))
     chunk, choice = _choose("blocks" if seed is None else "seeded blocks", backend, streams[0], streams[2], size, chunk)
+    if choice.backend == "reference":
+        return ssd_reference.block(x, dt, A, Bm, Cm, seed, reverse)
     length = frontiers * size
     if seed is None and size <= chunk:  # whole blocks share a chunk
         stream = make_stream(*streams[:2], A, streams[2], None, chunk, segment=size, reverse=reverse)
@@ -182,7 +182,7 @@ def _choose(operation: str, backend: str, x, Bm, block_size: int, chunk: int | N
         kernel = KERNELS.get(mesh_platform() or local_platform())
         likely = kernel if kernel in BACKENDS and refusal(kernel, size_of(kernel)) is None else "xla"
     else:
-        likely = backend if backend in BACKENDS else "xla"
+        likely = backend if backend in BACKENDS and backend != "reference" else "xla"
     size = size_of(likely)
     if size % block_size and block_size % size:
         raise ValueError(f"chunk {size} must be a multiple or a divisor of block_size {block_size}")

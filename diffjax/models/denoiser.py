@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from diffjax.config import KernelsConfig, ModelConfig
+from diffjax.kernels import dispatch
 from diffjax.kernels.precision import accumulation_dtype
 from diffjax.models import streams
 from diffjax.models.backbone import Backbone, empty_context
@@ -131,7 +132,8 @@ class Denoiser:
         clean_stream, document_start = streams.of_rows(segments, valid, size, self.causal, clean_blocks=1)
         frontiers = jnp.zeros((1, 2, size), jnp.int32)
         stream = streams.frontiers_of_rows(document_start, None, jnp.ones_like(frontiers, bool), size)
-        return self.module.init(key, clean, frontiers, clean_stream, stream)["params"]
+        with dispatch.shapes_only():  # of the outputs only parameters are kept
+            return self.module.init(key, clean, frontiers, clean_stream, stream)["params"]
 
     # Training
 

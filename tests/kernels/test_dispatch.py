@@ -60,6 +60,18 @@ def test_without_a_mesh_every_candidate_is_left_open():
     assert dict(choice.backends) == {"default": "xla", "tpu": "pallas_tpu"}
 
 
+def test_tracing_for_shapes_takes_no_decision():
+    """A model's parameters are shaped without a kernel, even one that would refuse; two runs have two lists."""
+    dispatch.forget()
+    with dispatch.shapes_only():
+        assert choose("op", "pallas_triton", KERNELS, "[7]").backend == "xla"
+    assert not dispatch.decisions
+    choose("op", "xla", KERNELS, "[7]")
+    assert list(dispatch.decisions) == ["op [7]"]
+    dispatch.forget()
+    assert not dispatch.decisions
+
+
 @pytest.mark.parametrize("heads", [4, 3])
 def test_kernels_run_on_each_device_s_rows_and_heads(heads):
     """On 4 devices as on one, a gradient that all heads share summed once; heads that do not divide stay whole."""
