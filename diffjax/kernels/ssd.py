@@ -176,7 +176,7 @@ def ssd_frontier(
 def _choose(operation: str, backend: str, x, Bm, block_size: int, chunk: int | None) -> tuple[int, Choice]:
     """The chunk and the backends of one call."""
     call = {"shape": x.shape, "groups": Bm.shape[2], "state": Bm.shape[3], "block_size": block_size, "dtype": x.dtype}
-    size_of = lambda name: chunk or BACKENDS[name].chunk_size(block_size)
+    size_of = lambda name: chunk or BACKENDS[name].chunk_size(operation, block_size, x.shape[3], Bm.shape[3])
     refusal = lambda name, size: _refusal(operation, name, backend == "auto", chunk=size, **call)
     if backend == "auto":
         kernel = KERNELS.get(mesh_platform() or local_platform())

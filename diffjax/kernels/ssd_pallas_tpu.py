@@ -57,7 +57,7 @@ BACKWARD = {
 }
 
 
-def chunk_size(block_size: int) -> int:
+def chunk_size(operation: str, block_size: int, head_dim: int, state: int) -> int:
     """Tokens per chunk: one tile of lanes."""
     return LANES
 

@@ -24,8 +24,13 @@ masks it before exp (masking afterwards overflows and turns gradients to NaN). A
 
 with initial [B,H,P,N] and states [B,C+1,H,P,N] in one dtype (chunk starts, then after the last token; frontiers read
 the first C), `own` and `clean` streams of one length, own.count the count at each block's first token. The XLA form
-also takes no `clean`, where every block is a chunk. Gradients have the shape and dtype of what they belong to; `cum`
-and `dt` are independent inputs here, and `count` has none: None.
+also takes no `clean`, where every block is a chunk. Beside them a backend says what it prefers and what it cannot do:
+
+    chunk_size(operation, block_size, head_dim, state) -> tokens per chunk
+    refusal(operation, *, shape, groups, state, chunk, block_size, dtype) -> a sentence, or None (none for the XLA form)
+
+Gradients have the shape and dtype of what they belong to; `cum` and `dt` are independent inputs here, and `count` has
+none: None.
 """
 
 from typing import NamedTuple

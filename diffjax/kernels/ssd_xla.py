@@ -1,9 +1,10 @@
 """SSD in chunks of matrix products, for every platform: the six functions of `ssd_stream`.
 
-Inside, arrays are head-major, [B, C, g, r, Q, P] with r heads for each of g groups, so that every product is a batch of
-plain ones and Bm, Cm are never repeated over heads. D is the decay of pairs, M = (Cm . Bm) D what a chunk's own tokens
-are multiplied with. The backward pass computes both again. Its gradient of the exponents is the difference of row and
-column sums of one matrix R: the shorter dy.y - du.u rounds its two parts apart and then cancels.
+Arrays stay in the order of tokens, [B, C, Q, g, r, P] with r heads for each of g groups: products with a state then
+take them as they lie, and Bm, Cm are never repeated over heads. Pairs of a chunk's tokens are [B, C, g, r, Q, Q]. D is
+the decay of pairs, M = (Cm . Bm) D what a chunk's own tokens are multiplied with. The backward pass computes both
+again. Its gradient of the exponents is the difference of row and column sums of one matrix R: the shorter dy.y - du.u
+rounds its two parts apart and then cancels.
 """
 
 from typing import NamedTuple
@@ -17,88 +18,74 @@ from diffjax.kernels.precision import einsum
 from diffjax.kernels.ssd_stream import Stream
 from diffjax.kernels.tokens import by_chunk, pad_tokens
 
-SMALLEST_CHUNK, LARGEST_CHUNK = 16, 64
+SMALLEST_CHUNK, LARGEST_CHUNK = 16, 128  # what `chunk_size` aims at, at the least and at the most
 
 
-def chunk_size(block_size: int) -> int:
-    """Tokens per chunk: a multiple or a divisor of the block, so that edges are chunk starts or lie in one chunk."""
-    if block_size < SMALLEST_CHUNK:
-        return block_size * -(-SMALLEST_CHUNK // block_size)
-    divisors = [q for q in range(SMALLEST_CHUNK, LARGEST_CHUNK + 1) if block_size % q == 0]
-    return divisors[-1] if divisors else block_size
+def chunk_size(operation: str, block_size: int, head_dim: int, state: int) -> int:
+    """Tokens per chunk: a divisor of the block or 2^r blocks, so that edges are chunk starts or lie in one chunk.
+
+    Of these the one nearest to the square root of P N: a chunk's pairs, Q^2 numbers a head, then weigh as much as its
+    state, P N (`scripts/bench_kernels.py` compares chunks). Blocks on their own share no chunk, unless they are tiny.
+    """
+    most = {"scan": LARGEST_CHUNK, "blocks": SMALLEST_CHUNK, "seeded blocks": block_size}[operation]
+    aim = min(max(head_dim * state, SMALLEST_CHUNK**2), LARGEST_CHUNK**2)
+    chunks = [q for q in range(1, block_size + 1) if block_size % q == 0]
+    while chunks[-1] < most:
+        chunks.append(2 * chunks[-1])
+    return min(chunks, key=lambda q: (max(q * q / aim, aim / (q * q)), q))
 
 
 def scan_forward(stream: Stream, Cm, initial, *, chunk: int, reverse: bool):
-    s, Cm = _chunks(stream, chunk), _by_group(Cm, chunk)
+    s, Cm = _chunks(stream, chunk), by_chunk(Cm, chunk)
     kept, weight = _to_end(s, reverse)
-    added = einsum("bcgrqp,bcgqn->bcgrpn", _times(s.u, weight), s.Bm)
-
-    def pass_on(state, update):
-        kept, added = update
-        return kept[..., None, None] * state + added, state
-
-    start = initial.reshape(added.shape[0], *added.shape[2:]).astype(added.dtype)
-    last, before = jax.lax.scan(pass_on, start, (_time_first(kept), _time_first(added)), reverse=reverse)
-    before = jnp.moveaxis(before, 0, 1)
+    edges = _pass_on(initial, kept, _outer(_times(s.u, weight), s.Bm), reverse)
     M = _scores(Cm, s.Bm) * _decay(s.cum, s.cum, _mask(s, s, _order(chunk, reverse)))
-    y = _apply(M, s.u) + _reading(s.cum, s.count)[..., None] * _read(Cm, before)
-    before = jnp.flip(before, axis=1) if reverse else before
-    states = jnp.concatenate([before, last[:, None]], axis=1)
-    return _tokens(y, stream.x), states.reshape(*states.shape[:2], *initial.shape[1:])
+    y = _apply(M, s.u) + _reading(s.cum, s.count)[..., None] * _read(Cm, _before(edges, s, reverse))
+    return _tokens(y, stream.x), _in_order(edges, reverse)
 
 
 def scan_backward(stream: Stream, Cm, states, dy, d_states, *, chunk: int, reverse: bool):
     s, shape = _chunks(stream, chunk), Cm.shape
-    Cm, dy = _by_group(Cm, chunk), _heads(dy, s)
-    by_group = lambda array: array.reshape(*array.shape[:2], *s.x.shape[2:4], *array.shape[3:])
-    order = lambda array: jnp.flip(array, axis=1) if reverse else array
-    states, d_states = by_group(states), by_group(d_states)
-    before, d_before = order(states[:, :-1]), order(d_states[:, :-1])
+    Cm, dy = by_chunk(Cm, chunk), _by_group(dy, s)
     kept, weight = _to_end(s, reverse)
+    before = _before(_in_order(states, reverse), s, reverse)
 
     # The cotangent Z of the state after each chunk runs from the last chunk to the first.
     reading = _reading(s.cum, s.count)
     dy_read = _times(dy, reading)
-    taken = einsum("bcgrqp,bcgqn->bcgrpn", dy_read, Cm) + d_before
-
-    def pass_back(Z, update):
-        kept, taken = update
-        return kept[..., None, None] * Z + taken, Z
-
-    d_initial, Z = jax.lax.scan(
-        pass_back, d_states[:, -1], (_time_first(kept), _time_first(taken)), reverse=not reverse
-    )
-    Z = jnp.moveaxis(Z, 0, 1)
+    taken = _outer(dy_read, Cm) + _before(_in_order(d_states, reverse), s, reverse)
+    d_edges = _pass_on(d_states[:, -1], kept, taken, not reverse)
+    Z = _before(d_edges, s, not reverse)
 
     inside = _within_backward(Cm, s, s, dy, _mask(s, s, _order(chunk, reverse)))
     Z_Bm, state_Cm = _read(s.Bm, Z), _read(Cm, before)
     d_u = inside.u + weight[..., None] * Z_Bm
-    d_Cm = inside.Cm + einsum("bcgrqp,bcgrpn->bcgqn", dy_read, before)
-    d_Bm = inside.Bm + einsum("bcgrqp,bcgrpn->bcgqn", _times(s.u, weight), Z)
-    fell = weight * jnp.sum(s.u * Z_Bm, axis=-1)  # what the fall of a token's input to the chunk's end contributes
-    d_cum = inside.rows - inside.columns + reading * jnp.sum(dy * state_Cm, axis=-1) - fell
-    end = 0 if reverse else -1
-    d_cum = d_cum.at[..., end].add(jnp.sum(fell, axis=-1) + kept * jnp.sum(Z * before, axis=(-2, -1)))
-    d_stream = _stream_gradient(stream, s, d_u, d_cum, d_Bm)
-    return d_stream, _shared(d_Cm, shape, Cm.dtype), d_initial.reshape(d_initial.shape[0], -1, *states.shape[-2:])
+    d_Cm = inside.Cm + _read_back(dy_read, before)
+    d_Bm = inside.Bm + _read_back(_times(s.u, weight), Z)
+    fell = weight * _row_products(Z_Bm, s.u)  # what the fall of a token's input to the chunk's end contributes
+    d_cum = inside.rows - inside.columns + reading * _row_products(state_Cm, dy) - fell
+    last = 0 if reverse else -1
+    d_cum = d_cum.at[:, :, last].add(jnp.sum(fell, axis=2) + kept * jnp.sum(Z * before, axis=(-2, -1)))
+    d_initial = _in_order(d_edges, reverse)[:, 0]
+    return _stream_gradient(stream, s, d_u, d_cum, d_Bm), d_Cm.reshape(shape).astype(Cm.dtype), d_initial
 
 
 def blocks_forward(stream: Stream, Cm, *, chunk: int, reverse: bool):
-    s, Cm = _chunks(stream, chunk), _by_group(Cm, chunk)
-    M = _scores(Cm, s.Bm) * _decay(s.cum, s.cum, _mask(s, s, _order(chunk, reverse)))
+    s = _chunks(stream, chunk)
+    M = _scores(by_chunk(Cm, chunk), s.Bm) * _decay(s.cum, s.cum, _mask(s, s, _order(chunk, reverse)))
     return _tokens(_apply(M, s.u), stream.x)
 
 
 def blocks_backward(stream: Stream, Cm, dy, *, chunk: int, reverse: bool):
     s = _chunks(stream, chunk)
-    inside = _within_backward(_by_group(Cm, chunk), s, s, _heads(dy, s), _mask(s, s, _order(chunk, reverse)))
+    inside = _within_backward(by_chunk(Cm, chunk), s, s, _by_group(dy, s), _mask(s, s, _order(chunk, reverse)))
     d_stream = _stream_gradient(stream, s, inside.u, inside.rows - inside.columns, inside.Bm)
-    return d_stream, _shared(inside.Cm, Cm.shape, Cm.dtype)
+    return d_stream, _tokens(inside.Cm, Cm)
 
 
 def frontiers_forward(own: Stream, Cm, reach, clean: Stream | None, states, *, chunk: int, block_size: int):
-    o, c, Cm = _chunks(own, chunk), _chunks(clean, chunk), _by_group(Cm, chunk)
-    reach, before = _heads(reach, o), _states(states, o)
+    o, c, Cm = _chunks(own, chunk), _chunks(clean, chunk), by_chunk(Cm, chunk)
+    reach, before = _by_group(reach, o), _before(states, o, False)
     earlier, same = _frontier_masks(o, c, chunk, block_size)
     M_own = _scores(Cm, o.Bm) * _decay(o.cum, o.cum, same)
     y = _apply(M_own, o.u) + _reading(reach, o.count)[..., None] * _read(Cm, before)
@@ -109,27 +96,27 @@ def frontiers_forward(own: Stream, Cm, reach, clean: Stream | None, states, *, c
 
 def frontiers_backward(own: Stream, Cm, reach, clean: Stream | None, states, dy, *, chunk: int, block_size: int):
     o, c, shape = _chunks(own, chunk), _chunks(clean, chunk), Cm.shape
-    Cm, reach_, dy, before = _by_group(Cm, chunk), _heads(reach, o), _heads(dy, o), _states(states, o)
+    Cm, reach_, dy, before = by_chunk(Cm, chunk), _by_group(reach, o), _by_group(dy, o), _before(states, o, False)
     earlier, same = _frontier_masks(o, c, chunk, block_size)
     inside = _within_backward(Cm, o, o, dy, same)
     reading = _reading(reach_, o.count)
     dy_read = _times(dy, reading)
-    d_Cm = inside.Cm + einsum("bcgrqp,bcgrpn->bcgqn", dy_read, before)
-    d_reach = reading * jnp.sum(dy * _read(Cm, before), axis=-1)
+    d_Cm = inside.Cm + _read_back(dy_read, before)
+    d_reach = reading * _row_products(_read(Cm, before), dy)
     d_clean = None
     if clean is not None:
         outside = _within_backward(Cm, o._replace(cum=reach_), c, dy, earlier)
         d_Cm, d_reach = d_Cm + outside.Cm, d_reach + outside.rows
         d_clean = _stream_gradient(clean, c, outside.u, -outside.columns, outside.Bm)
-    d_before = einsum("bcgrqp,bcgqn->bcgrpn", dy_read, Cm)
+    d_before = _outer(dy_read, Cm)
     d_states = pad_tokens(d_before.reshape(*d_before.shape[:2], *states.shape[2:]), states.shape[1])
     d_own = _stream_gradient(own, o, inside.u, inside.rows - inside.columns, inside.Bm)
-    return d_own, _shared(d_Cm, shape, Cm.dtype), _tokens(d_reach, reach), d_clean, d_states
+    return d_own, d_Cm.reshape(shape).astype(Cm.dtype), _tokens(d_reach, reach), d_clean, d_states
 
 
 class _Chunks(NamedTuple):
-    """A stream by chunks and heads: x, u = dt x [B, C, g, r, Q, P]; dt, cum [B, C, g, r, Q]; count [B, C, Q] or None
-    (one segment); Bm [B, C, g, Q, N]."""
+    """A stream by chunks and groups: x, u = dt x [B, C, Q, g, r, P]; dt, cum [B, C, Q, g, r]; count [B, C, Q] or None
+    (one segment); Bm [B, C, Q, g, N]."""
 
     x: Array
     dt: Array
@@ -143,34 +130,20 @@ def _chunks(stream: Stream | None, chunk: int) -> _Chunks | None:
     if stream is None:
         return None
     groups = stream.Bm.shape[2]
-    x, dt, cum = (_head_major(array, chunk, groups) for array in (stream.x, stream.dt, stream.cum))
+    by_group = lambda array: array.reshape(*array.shape[:3], groups, -1, *array.shape[4:])
+    x, dt, cum = (by_group(by_chunk(array, chunk)) for array in (stream.x, stream.dt, stream.cum))
     count = None if stream.count is None else by_chunk(stream.count, chunk)
-    return _Chunks(x, dt, cum, count, _by_group(stream.Bm, chunk), _times(x, dt))
+    return _Chunks(x, dt, cum, count, by_chunk(stream.Bm, chunk), _times(x, dt))
 
 
-def _head_major(array: Array, chunk: int, groups: int) -> Array:
-    """[B, T, H, ...] -> [B, C, g, r, Q, ...]"""
-    array = jnp.swapaxes(by_chunk(array, chunk), 2, 3)
-    return array.reshape(*array.shape[:2], groups, -1, *array.shape[3:])
-
-
-def _heads(array: Array, s: _Chunks) -> Array:
-    return _head_major(array, s.x.shape[4], s.x.shape[2])
+def _by_group(array: Array, s: _Chunks) -> Array:
+    """[B, T, H, ...] -> [B, C, Q, g, r, ...], as `s` has them."""
+    return array.reshape(*s.dt.shape, *array.shape[3:])
 
 
 def _tokens(array: Array, like: Array) -> Array:
-    """[B, C, g, r, Q, ...] -> [B, T, H, ...], the shape and dtype of `like`."""
-    return jnp.moveaxis(array, 4, 2).reshape(like.shape).astype(like.dtype)
-
-
-def _by_group(array: Array, chunk: int) -> Array:
-    """[B, T, g, N] -> [B, C, g, Q, N]"""
-    return jnp.swapaxes(by_chunk(array, chunk), 2, 3)
-
-
-def _shared(array: Array, shape, dtype) -> Array:
-    """[B, C, g, Q, N] -> [B, T, g, N]"""
-    return jnp.swapaxes(array, 2, 3).reshape(shape).astype(dtype)
+    """[B, C, Q, ...] -> [B, T, ...], the shape and dtype of `like`."""
+    return array.reshape(like.shape).astype(like.dtype)
 
 
 def _times(array: Array, weight: Array) -> Array:
@@ -178,14 +151,34 @@ def _times(array: Array, weight: Array) -> Array:
     return (array * weight[..., None]).astype(array.dtype)
 
 
-def _states(states: Array, s: _Chunks) -> Array:
-    """The states at the chunk starts by groups, [B, C, g, r, P, N]."""
-    chunks = s.x.shape[1]
-    return states[:, :chunks].reshape(states.shape[0], chunks, *s.x.shape[2:4], *states.shape[3:])
+def _pass_on(entering: Array, kept: Array, added: Array, reverse: bool) -> Array:
+    """The states at the edges of chunks, in the order of tokens, [B, C+1, H, P, N]: `entering` [B, H, P, N] first
+    (with reverse: last), every other one kept [B, C, g, r] times the one before it plus added [B, C, g, r, P, N]."""
+    batch, chunks = added.shape[:2]
+    kept, added = kept.reshape(batch, chunks, -1), added.reshape(batch, chunks, *entering.shape[1:])
+    entering = entering[:, None].astype(added.dtype)
+    edges = jnp.concatenate([added, entering] if reverse else [entering, added], axis=1)
+    at = lambda array, i: jax.lax.dynamic_index_in_dim(array, i, axis=1, keepdims=False)
+
+    def step(i, edges):  # in place
+        i = chunks - 1 - i if reverse else i
+        before, after = (i + 1, i) if reverse else (i, i + 1)
+        state = at(kept, i)[..., None, None] * at(edges, before) + at(edges, after)
+        return jax.lax.dynamic_update_index_in_dim(edges, state, after, axis=1)
+
+    return jax.lax.fori_loop(0, chunks, step, edges)
 
 
-def _time_first(array: Array) -> Array:
-    return jnp.moveaxis(array, 1, 0)
+def _before(edges: Array, s: _Chunks, reverse: bool) -> Array:
+    """The states with which the scan comes to the chunks, of those at their edges: [B, C, g, r, P, N]."""
+    chunks, heads = s.dt.shape[1], s.dt.shape[3:]
+    edges = edges[:, 1:] if reverse else edges[:, :chunks]
+    return edges.reshape(*edges.shape[:2], *heads, *edges.shape[3:])
+
+
+def _in_order(states: Array, reverse: bool) -> Array:
+    """From the order of tokens to that of processing, or back."""
+    return jnp.flip(states, axis=1) if reverse else states
 
 
 def _order(size: int, reverse: bool) -> np.ndarray:
@@ -210,43 +203,60 @@ def _frontier_masks(own: _Chunks, clean: _Chunks | None, chunk: int, block_size:
 
 def _decay(cum_i: Array, cum_j: Array, mask: Array) -> Array:
     """exp(cum_i - cum_j) where mask, else 0: [B, C, g, r, Q, Q]. A difference of rounded sums may rise above 0."""
+    cum_i, cum_j = jnp.moveaxis(cum_i, 2, -1), jnp.moveaxis(cum_j, 2, -1)
     exponent = jnp.minimum(cum_i[..., :, None] - cum_j[..., None, :], 0)
     return jnp.exp(jnp.where(mask, exponent, -jnp.inf))
 
 
 def _to_end(s: _Chunks, reverse: bool) -> tuple[Array, Array]:
-    """What a state keeps over the chunk [B, C, g, r], and what a token's input keeps to its end [B, C, g, r, Q]."""
+    """What a state keeps over the chunk [B, C, g, r], and what a token's input keeps to its end [B, C, Q, g, r]."""
     end = slice(0, 1) if reverse else slice(-1, None)
-    exponent = jnp.minimum(s.cum[..., end] - s.cum, 0)
-    kept = jnp.exp(s.cum[..., end][..., 0])
+    exponent = jnp.minimum(s.cum[:, :, end] - s.cum, 0)
+    kept = jnp.exp(s.cum[:, :, end][:, :, 0])
     if s.count is None:
         return kept, jnp.exp(exponent)
     last = s.count[:, :, end]
     kept = jnp.where((last[:, :, 0] == 0)[..., None, None], kept, 0)
-    return kept, jnp.exp(jnp.where((s.count == last)[:, :, None, None], exponent, -jnp.inf))
+    return kept, jnp.exp(jnp.where((s.count == last)[..., None, None], exponent, -jnp.inf))
 
 
 def _reading(cum: Array, count: Array | None) -> Array:
-    """How much of the chunk's state each token reads: [B, C, g, r, Q]."""
-    return jnp.exp(cum) if count is None else jnp.exp(jnp.where((count == 0)[:, :, None, None], cum, -jnp.inf))
+    """How much of the chunk's state each token reads: [B, C, Q, g, r]."""
+    return jnp.exp(cum) if count is None else jnp.exp(jnp.where((count == 0)[..., None, None], cum, -jnp.inf))
 
 
 def _scores(Cm: Array, Bm: Array) -> Array:
     """[B, C, g, 1, Q, Q], shared by the heads of a group."""
-    return einsum("bcgqn,bcgkn->bcgqk", Cm, Bm)[:, :, :, None]
+    return einsum("bcqgn,bckgn->bcgqk", Cm, Bm)[:, :, :, None]
 
 
 def _apply(M: Array, u: Array) -> Array:
-    return einsum("bcgrqk,bcgrkp->bcgrqp", M.astype(u.dtype), u)
+    return einsum("bcgrqk,bckgrp->bcqgrp", M.astype(u.dtype), u)
+
+
+def _outer(u: Array, rows: Array) -> Array:
+    """Sum over a chunk of u (x) rows [B, C, Q, g, N]: [B, C, g, r, P, N]."""
+    return einsum("bcqgrp,bcqgn->bcgrpn", u, rows)
 
 
 def _read(rows: Array, state: Array) -> Array:
-    """Rows [B, C, g, Q, N] against states [B, C, g, r, P, N]: [B, C, g, r, Q, P]."""
-    return einsum("bcgqn,bcgrpn->bcgrqp", rows, state)
+    """Rows [B, C, Q, g, N] against states [B, C, g, r, P, N]: [B, C, Q, g, r, P]."""
+    return einsum("bcqgn,bcgrpn->bcqgrp", rows, state)
+
+
+def _read_back(u: Array, state: Array) -> Array:
+    """The same with the other side of the states: [B, C, Q, g, N], summed over the heads of a group."""
+    return einsum("bcqgrp,bcgrpn->bcqgn", u, state)
+
+
+def _row_products(a: Array, b: Array) -> Array:
+    """a . b over the last axis, in the dtype of a. Written as products: XLA's CPU reduction of `a * b`, with what made
+    a and b drawn into it, takes several times as long."""
+    return einsum("bcqgrp,bcqgrp->bcqgr", a, b)
 
 
 class _Inside(NamedTuple):
-    """Gradients of y = (Cm . Bm) D u: of u and Bm (the read tokens), of Cm; row and column sums of R."""
+    """Gradients of y = (Cm . Bm) D u: of u, Bm (the read tokens) and Cm; row and column sums of R, [B, C, Q, g, r]."""
 
     u: Array
     Bm: Array
@@ -257,23 +267,23 @@ class _Inside(NamedTuple):
 
 def _within_backward(Cm: Array, own: _Chunks, other: _Chunks, dy: Array, mask: Array) -> _Inside:
     scores, D = _scores(Cm, other.Bm), _decay(own.cum, other.cum, mask)
-    X = einsum("bcgrqp,bcgrkp->bcgrqk", dy, other.u) * D
+    X = einsum("bcqgrp,bckgrp->bcgrqk", dy, other.u) * D
     R = X * scores
     d_scores = jnp.sum(X, axis=3).astype(Cm.dtype)
     return _Inside(
-        u=einsum("bcgrqk,bcgrqp->bcgrkp", (scores * D).astype(dy.dtype), dy),
-        Bm=einsum("bcgqk,bcgqn->bcgkn", d_scores, Cm),
-        Cm=einsum("bcgqk,bcgkn->bcgqn", d_scores, other.Bm),
-        rows=jnp.sum(R, axis=-1),
-        columns=jnp.sum(R, axis=-2),
+        u=einsum("bcgrqk,bcqgrp->bckgrp", (scores * D).astype(dy.dtype), dy),
+        Bm=einsum("bcgqk,bcqgn->bckgn", d_scores, Cm),
+        Cm=einsum("bcgqk,bckgn->bcqgn", d_scores, other.Bm),
+        rows=jnp.moveaxis(jnp.sum(R, axis=-1), -1, 2),
+        columns=jnp.moveaxis(jnp.sum(R, axis=-2), -1, 2),
     )
 
 
 def _stream_gradient(stream: Stream, s: _Chunks, d_u: Array, d_cum: Array, d_Bm: Array) -> Stream:
     return Stream(
         x=_tokens(s.dt[..., None] * d_u, stream.x),
-        dt=_tokens(jnp.sum(d_u * s.x, axis=-1), stream.dt),
+        dt=_tokens(_row_products(d_u, s.x), stream.dt),
         cum=_tokens(d_cum, stream.cum),
         count=None,
-        Bm=_shared(d_Bm, stream.Bm.shape, stream.Bm.dtype),
+        Bm=_tokens(d_Bm, stream.Bm),
     )

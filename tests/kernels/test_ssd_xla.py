@@ -72,3 +72,24 @@ def test_K4_frontiers_in_a_chunk(groups):
         expected, pull = pullback(functools.partial(naive.frontiers, **how), *args, counts=counts)
         close(ssd_xla.frontiers_forward(*args, **how), expected)
         close(ssd_xla.frontiers_backward(*args, p["dy"], **how), pull(p["dy"]))
+
+
+@pytest.mark.parametrize(
+    ("operation", "block_size", "head_dim", "state", "chunk"),
+    [
+        ("scan", 16, 32, 16, 16),
+        ("scan", 16, 64, 64, 64),
+        ("scan", 32, 32, 64, 32),
+        ("scan", 256, 64, 64, 64),
+        ("scan", 1, 4, 4, 16),
+        ("scan", 48, 64, 64, 48),
+        ("scan", 251, 64, 64, 251),  # a prime
+        ("scan", 16, 256, 256, 128),
+        ("blocks", 16, 64, 64, 16),  # a larger chunk would hold pairs of two blocks
+        ("blocks", 2, 64, 64, 16),
+        ("seeded blocks", 2, 64, 64, 2),
+        ("seeded blocks", 256, 64, 64, 64),
+    ],
+)
+def test_chunks_weigh_as_much_as_states(operation, block_size, head_dim, state, chunk):
+    assert ssd_xla.chunk_size(operation, block_size, head_dim, state) == chunk
