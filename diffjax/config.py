@@ -78,7 +78,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class KernelsConfig:
-    ssd: Literal["auto", "reference", "xla", "pallas_tpu"] = free("auto")
+    ssd: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_triton"] = free("auto")
     attention: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_triton"] = free("auto")
 
 

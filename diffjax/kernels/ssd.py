@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from diffjax.kernels import ssd_pallas_tpu, ssd_reference, ssd_xla
+from diffjax.kernels import ssd_pallas_tpu, ssd_pallas_triton, ssd_reference, ssd_xla
 from diffjax.kernels.dispatch import KERNELS, SAVED, Choice, Split, choose, local_platform, mesh_platform, run
 from diffjax.kernels.precision import accumulation_dtype
 from diffjax.kernels.ssd_boundary import Boundary, final_state, states_at
@@ -32,10 +32,12 @@ from diffjax.kernels.tokens import by_chunk, pad_tokens
 __all__ = ["Boundary", "final_state", "ssd_block", "ssd_frontier", "ssd_scan", "states_at"]
 
 XLA_ONLY = (("default", "xla"),)
+FOR_EVERY_CALL = ("reference", "xla")
 BACKENDS = {
     "reference": ssd_reference,
     "xla": ssd_xla,
     "pallas_tpu": ssd_pallas_tpu,
+    "pallas_triton": ssd_pallas_triton,
 }
 
 
@@ -186,15 +188,15 @@ def _choose(operation: str, backend: str, x, Bm, block_size: int, chunk: int | N
     size = size_of(likely)
     if size % block_size and block_size % size:
         raise ValueError(f"chunk {size} must be a multiple or a divisor of block_size {block_size}")
-    refusals = {name: functools.partial(refusal, name, size) for name in BACKENDS}
+    # A kernel that refuses its own chunk gives that reason; one that the chosen chunk does not fit gives this one.
+    refusals = {name: lambda name=name: refusal(name, size_of(name)) or refusal(name, size) for name in BACKENDS}
+    refusals |= {name: lambda: None for name in FOR_EVERY_CALL}
     shape = f"{x.dtype} [B T H P] {list(x.shape)}, N {Bm.shape[3]}, block {block_size}, chunk {size}"
     return size, choose(f"ssd {operation}", backend, refusals, shape)
 
 
 def _refusal(operation: str, name: str, auto: bool, *, chunk: int, **call) -> str | None:
-    """Why a backend cannot run, or under `auto` should not run, a call."""
-    if name in ("reference", "xla"):
-        return None
+    """Why a kernel cannot run, or under `auto` should not run, a call."""
     if auto and operation == "seeded blocks" and call["block_size"] < chunk:
         return f"fills a chunk of {chunk} tokens from one seed, and blocks have {call['block_size']}"
     if auto and call["shape"][1] < chunk:
