@@ -24,10 +24,15 @@ from diffjax.kernels.ssd_stream import Stream
 from diffjax.kernels.tokens import pad_tokens
 
 CHUNK, SMALLEST_TILE = 64, 16  # tokens of a chunk; the smallest side of a product in Triton
-HEAD_DIMS, STATES, CHUNKS = (16, 32, 64, 128), (16, 32, 64, 128, 256), (16, 32, 64, 128)  # legal sizes
+HEAD_DIMS, STATES, CHUNKS = (16, 32, 64, 128), (16, 32, 64, 128, 256), (16, 32, 64)  # legal sizes
 HEADS = 8  # most heads of a program
 ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 LARGEST_SLICE = 4096  # elements of a state that one program carries
+LARGEST_FLOAT32 = 64 * 128  # elements of a float32 state: its products are unrolled, and more take minutes to compile
+# Up to this head dim and state: warps of a program of the kernel by chunks, forward and backward, and stages of its
+# loads. As compiled for Hopper the smaller sizes hardly spill, and the largest have shared memory for one stage only.
+TUNING = {(32, 64): (4, 8, 2), (64, 128): (8, 8, 2), (128, 256): (8, 8, 1)}
+CARRYING_WARPS = {"bfloat16": 4, "float32": 8}
 
 
 def chunk_size(operation: str, block_size: int, head_dim: int, state: int) -> int:
@@ -53,6 +58,9 @@ def refusal(
         if size not in legal:
             nearest = min(legal, key=lambda one: (abs(one - size), -one))
             return f"needs a {what} of {', '.join(map(str, legal))}, not {size}: use {nearest}"
+    if jnp.dtype(dtype) == jnp.float32 and head_dim * state > LARGEST_FLOAT32:
+        most = LARGEST_FLOAT32 // head_dim
+        return f"needs a state of at most {most} in float32 where the head dim is {head_dim}, not {state}: use {most}"
     if chunk % block_size and block_size % chunk:
         return f"needs a block size that divides the chunk or is a multiple of it, not {block_size}: use {chunk}"
     length = -(-length // chunk) * chunk
@@ -162,7 +170,8 @@ class _Call(NamedTuple):
         last = first + self.tile if self.heads % self.tile == 0 else jnp.minimum(first + self.tile, self.heads)
         return lax.fori_loop(first, last, body, carry)
 
-    def run(self, kernel, name: str, specs, args, out_specs, out_shape):
+    def run(self, kernel, name: str, backward: bool, specs, args, out_specs, out_shape):
+        *warps, stages = next(tuned for (P, N), tuned in TUNING.items() if self.P <= P and self.N <= N)
         return pl.pallas_call(
             kernel,
             name=name,
@@ -170,7 +179,7 @@ class _Call(NamedTuple):
             in_specs=specs,
             out_specs=out_specs,
             out_shape=out_shape,
-            compiler_params=pltriton.CompilerParams(num_warps=4 if self.P <= 32 and self.N <= 64 else 8, num_stages=2),
+            compiler_params=pltriton.CompilerParams(num_warps=warps[backward], num_stages=stages),
             interpret=interpreting(),
         )(*args)
 
@@ -187,7 +196,7 @@ def _forward(call: _Call, name: str, reverse: bool, block_size: int, own, Cm, re
         for arg, name in zip(args, names, strict=True)
     )
     kernel = functools.partial(_forward_kernel, call, reverse, block_size)
-    return call.run(kernel, name, specs, args, call.spec("channels"), call.array("channels"))
+    return call.run(kernel, name, False, specs, args, call.spec("channels"), call.array("channels"))
 
 
 def _forward_kernel(call: _Call, reverse: bool, block_size: int, own: Stream, Cm, reach, clean, states, y):
@@ -280,7 +289,7 @@ def _carry(call: _Call, name: str, backward: bool, reverse: bool, rows, dt, stre
         ),
         out_specs=states(call.chunks + 1),
         out_shape=call.array("all states"),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=pltriton.CompilerParams(num_warps=CARRYING_WARPS[call.dtype.name], num_stages=2),
         interpret=interpreting(),
     )(rows, dt, stream.cum, stream.count, columns, given)
 
@@ -322,7 +331,7 @@ def _backward(call: _Call, name: str, reverse: bool, block_size: int, own, Cm, r
     )
     kernel = functools.partial(_backward_kernel, call, reverse, block_size)
     out_specs, out_shape = jax.tree.map(call.spec, out), jax.tree.map(call.array, out)
-    d_own, d_Cm, *others = call.run(kernel, name, specs, given, out_specs, out_shape)
+    d_own, d_Cm, *others = call.run(kernel, name, True, specs, given, out_specs, out_shape)
     shared = lambda partial: jnp.sum(partial, axis=0)[:, :, None].astype(call.dtype)
     whole = lambda stream: None if stream is None else stream._replace(Bm=shared(stream.Bm))
     return whole(d_own), shared(d_Cm), others[0], whole(others[1]), others[2]
@@ -331,57 +340,60 @@ def _backward(call: _Call, name: str, reverse: bool, block_size: int, own, Cm, r
 def _backward_kernel(
     call: _Call, reverse: bool, block_size: int, own: Stream, Cm, reach, clean, states, after, dy, *gradients
 ):
+    """Two walks over the heads, so that only the sums of one are in registers: pairs of tokens, then states."""
     d_own, d_Cm, d_reach, d_clean, d_states = gradients
     pairs = _Pairs.of(call, reverse, block_size, own, Cm, clean)
     reach = own.cum if reach is None else reach
     end = 0 if reverse else call.chunk - 1
+    reading = lambda h: _reading(reach[:, h], own.count[...])
+    to_end = lambda h: _to_end(own.cum[:, h], own.count[...], own.cum[end, h], own.count[end])
+    dots = lambda rows, columns: jnp.sum(rows.astype(jnp.float32) * columns, axis=1)
 
-    def head(h, sums):
-        d_scores, d_Cm_read, d_Bm_state = sums
+    def pairs_of_head(h, d_scores):
         dy_h, u = dy[:, h, :], _inputs(own, h)
+        d_u, d_cum, d_reading = 0.0, 0.0, 0.0
+        if states is not None:
+            d_reading = reading(h) * dots(dy_h, dot(Cm[...], states[h], (1, 1)))
+        if after is not None:
+            weight, kept = to_end(h)
+            d_u = weight[:, None] * dot(own.Bm[...], after[h], (1, 1))
+            fell = dots(u, d_u)
+            d_end = jnp.sum(fell) + kept * jnp.sum(after[h] * states[h])
+            is_end = lax.broadcasted_iota(jnp.int32, (call.chunk,), 0) == end
+            d_cum = d_reading - fell + jnp.where(is_end, d_end, 0.0)
         D = pairs.decay(own, reach, clean, h)
         X = dot(dy_h, u, (1, 1))
         if clean is not None:
-            clean_u = _inputs(clean, h)
-            X = jnp.where(pairs.earlier, dot(dy_h, clean_u, (1, 1)), X)
+            X = jnp.where(pairs.earlier, dot(dy_h, _inputs(clean, h), (1, 1)), X)
         X *= D
         M, R = pairs.scores * D, X * pairs.scores
-        d_u = dot(pairs.own(M).astype(call.dtype), dy_h, (0, 0))
-        d_cum = jnp.sum(pairs.own(R), axis=1) - jnp.sum(pairs.own(R), axis=0)
-        if states is not None:
-            reading = _reading(reach[:, h], own.count[...])
-            read = reading[:, None] * dot(dy_h, states[h])
-            d_Cm_read += read
-            fell_from_start = jnp.sum(read * Cm[...].astype(jnp.float32), axis=1)
-        if after is not None:
-            weight, kept = _to_end(own.cum[:, h], own.count[...], own.cum[end, h], own.count[end])
-            Z_Bm = weight[:, None] * dot(own.Bm[...], after[h], (1, 1))
-            d_u += Z_Bm
-            d_Bm_state += weight[:, None] * dot(u, after[h])
-            fell_to_end = jnp.sum(u.astype(jnp.float32) * Z_Bm, axis=1)
-            of_end = jnp.sum(fell_to_end) + kept * jnp.sum(after[h] * states[h])
-            at_end = lax.broadcasted_iota(jnp.int32, (call.chunk,), 0) == end
-            d_cum += fell_from_start - fell_to_end + jnp.where(at_end, of_end, 0.0)
+        d_u += dot(pairs.own(M).astype(call.dtype), dy_h, (0, 0))
+        d_cum += jnp.sum(pairs.own(R), axis=1) - jnp.sum(pairs.own(R), axis=0)
         if clean is not None:
             clean_R = pairs.clean(R)
-            d_reach[:, h] = fell_from_start + jnp.sum(clean_R, axis=1)
+            d_reach[:, h] = d_reading + jnp.sum(clean_R, axis=1)
             _write(d_clean, clean, h, dot(pairs.clean(M).astype(call.dtype), dy_h, (0, 0)), -jnp.sum(clean_R, axis=0))
-            dy_read = (dy_h.astype(jnp.float32) * reading[:, None]).astype(call.dtype)
-            d_states[h] = dot(dy_read, Cm[...], (0, 0))
         _write(d_own, own, h, d_u, d_cum)
-        return d_scores + X, d_Cm_read, d_Bm_state
+        return d_scores + X
 
-    zeros = lambda columns: jnp.zeros((call.chunk, columns), jnp.float32)
-    sums = zeros(call.chunk), zeros(call.N), zeros(call.N)
-    d_scores, d_Cm_read, d_Bm_state = call.walk_heads(head, sums)
+    def states_of_head(h, sums):
+        d_Cm, d_Bm = sums
+        dy_h, read = dy[:, h, :], reading(h)[:, None]
+        d_Cm += read * dot(dy_h, states[h])
+        if after is not None:
+            d_Bm += to_end(h)[0][:, None] * dot(_inputs(own, h), after[h])
+        else:
+            d_states[h] = dot((dy_h.astype(jnp.float32) * read).astype(call.dtype), Cm[...], (0, 0))
+        return d_Cm, d_Bm
+
+    d_scores = call.walk_heads(pairs_of_head, jnp.zeros((call.chunk, call.chunk), jnp.float32))
     own_scores = pairs.own(d_scores).astype(call.dtype)
-    d_own.Bm[...] = d_Bm_state + dot(own_scores, Cm[...], (0, 0))
-    d_Cm_read += dot(own_scores, own.Bm[...])
+    sums = dot(own_scores, own.Bm[...]), dot(own_scores, Cm[...], (0, 0))
     if clean is not None:
         clean_scores = pairs.clean(d_scores).astype(call.dtype)
         d_clean.Bm[...] = dot(clean_scores, Cm[...], (0, 0))
-        d_Cm_read += dot(clean_scores, clean.Bm[...])
-    d_Cm[...] = d_Cm_read
+        sums = sums[0] + dot(clean_scores, clean.Bm[...]), sums[1]
+    d_Cm[...], d_own.Bm[...] = sums if states is None else call.walk_heads(states_of_head, sums)
 
 
 def _write(gradient: Stream, stream: Stream, h, d_u: Array, d_cum: Array) -> None:

@@ -8,6 +8,7 @@ The exactness law: the logits that training computes for a frontier equal those 
 that absorbed the blocks before it, whatever the split into absorb calls, the batch, and what stands after the block.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +112,7 @@ class Denoiser:
 
     # Parameters
 
+    @functools.partial(jax.jit, static_argnums=0)  # one program; operation by operation it would be hundreds
     def init(self, key: Array) -> Params:
         """Fresh parameters, float32 (float64 if model.dtype is): a nested dict with paths such as
         layers/unit/layer_0/mixer/query/kernel."""

@@ -27,7 +27,7 @@ CASES = {
     "scan": ("scan", "clean", "float32", 4, {"heads": 5, "state": 64}),  # the last program has one head
     "scan bfloat16": ("scan", "clean", "bfloat16", 1, {"channels": 64, "state": 128}),  # states in slices
     "scan in reverse": ("scan", "reversed", "float32", 2, {"channels": 128, "state": 16}),
-    "chunks of 128": ("scan", "clean", "float32", 2, {"chunk": 128}),
+    "chunks of 32": ("scan", "clean", "float32", 2, {"chunk": 32, "length": 96}),
     "chunks of 16": ("scan", "clean", "bfloat16", 2, {"chunk": 16, "length": 64, "block_size": 4}),
     "blocks": ("blocks", "blocks", "float32", 2, {"block_size": 8, "heads": 3}),
     "blocks in reverse": ("blocks", "blocks_reversed", "bfloat16", 2, {"channels": 64, "state": 64}),
@@ -362,8 +362,9 @@ def test_shipped_shapes_are_taken(operation):
         ("scan", {"shape": (1, 256, 4, 8)}, "head dim of 16, 32, 64, 128, not 8", "use 16"),
         ("scan", {"shape": (1, 256, 4, 96)}, "head dim", "use 128"),
         ("scan", {"state": 12}, "state of 16, 32, 64, 128, 256, not 12", "use 16"),
-        ("scan", {"chunk": 48}, "chunk of 16, 32, 64", "use 64"),
+        ("scan", {"chunk": 128}, "chunk of 16, 32, 64, not 128", "use 64"),
         ("scan", {"chunk": 8, "block_size": 8}, "chunk of 16, 32, 64", "use 16"),
+        ("scan", {"shape": (1, 256, 4, 128), "state": 128, "dtype": "float32"}, "at most 64 in float32", "use 64"),
         ("scan", {"block_size": 48}, "divides the chunk", "use 64"),
         ("blocks", {"block_size": 48}, "divides the chunk", "use 64"),
         ("frontiers", {"block_size": 3}, "divides the chunk", "use 64"),
