@@ -74,20 +74,17 @@ def column(row: Array) -> Array:
 
 
 def visible(count: Array, reverse: bool) -> Array:
-    """Ceiling of the exponent of pairs [j, i] for counts [1, Q]: 0 where token i sees token j, else -inf.
-
-    One minimum then masks an exponent and cuts what rounding lifted above 0, before exp.
-    """
+    """Whether token i sees token j, [j, i], for counts [1, Q]."""
     size = count.shape[1]
     j, i = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     counts = count.astype(jnp.float32)
-    seen = ((j >= i) if reverse else (j <= i)) & (column(counts) == counts)
-    return jnp.where(seen, 0.0, -jnp.inf)
+    return ((j >= i) if reverse else (j <= i)) & (column(counts) == counts)
 
 
-def decay_of_pairs(cum: Array, cum_column: Array, ceiling: Array) -> Array:
-    """exp(cum_i - cum_j) [j, i] for one head's cum as [1, Q] and as [Q, 1]."""
-    return jnp.exp(jnp.minimum(cum - cum_column, ceiling))
+def decay(exponent: Array) -> Array:
+    """exp, with the exponent cut at 0: what rounding lifts above it, and what pairs of tokens give that do not see each
+    other. So a mask on what the decay multiplies is as good as one on the exponent."""
+    return jnp.exp(jnp.minimum(exponent, 0))
 
 
 def last_token(size: int, reverse: bool) -> Array:
@@ -184,6 +181,26 @@ class Call(NamedTuple):
     def rows_of(self, head: int) -> slice:
         """Of the stacked channels of a step."""
         return slice(head * self.P, (head + 1) * self.P)
+
+    def for_heads(self, body: Callable, looped: bool = True) -> None:
+        """body(row, rows) for every head of a step: where it is in "heads" and in stacked channels.
+
+        As a loop over two halves: the compiler starts heads early and keeps in registers what they wait for, and with
+        more heads to choose from it runs out of them. Smaller parts wait longer for their own results. Not as a loop
+        for more lanes than a tile's: there a load from a row known at run time has no lowering.
+        """
+        heads = self.tile // 2
+        if not looped or self.chunk > LANES:
+            for head in range(self.tile):
+                body(slice(head, head + 1), self.rows_of(head))
+            return
+
+        def half(step, _):
+            for head in range(heads):
+                rows = pl.ds(pl.multiple_of(step * heads * self.P, SUBLANES) + head * self.P, self.P)
+                body(pl.ds(step * heads + head, 1), rows)
+
+        jax.lax.fori_loop(0, 2, half, None)
 
     def channels(self, array: Array) -> Array:
         """[B, T, H, P] -> [B, H' P, T] in the compute dtype."""

@@ -1,8 +1,8 @@
 """SSD in Pallas for TPU: the scan and the blocks of `ssd_stream`, one chunk of a tile of heads per grid step.
 
 Time is on lanes, and pairs of tokens lie as [j, i] with the token read, j, first: the decay of i is then a row that
-broadcasts for free, and only the decay of j is spread over lanes, once a head. Scores Bm . Cm are computed once for all
-heads of a step; products with the state are stacked over heads. A scan carries its state in VMEM from chunk to chunk.
+broadcasts for free. Scores Bm . Cm are computed once for all heads of a step; products with the state are stacked over
+heads. A scan carries its state in VMEM from chunk to chunk. Forward, decays come in `ssd_pallas_tpu_strips`.
 """
 
 import functools
@@ -17,7 +17,6 @@ from diffjax.kernels.pallas_tpu import (
     TOKENS,
     VMEM_LIMIT,
     Call,
-    decay_of_pairs,
     stack_states,
     to_end,
     unstack_states,
@@ -27,6 +26,7 @@ from diffjax.kernels.precision import dot
 from diffjax.kernels.ssd_pallas_tpu_backward import backward_kernel
 from diffjax.kernels.ssd_pallas_tpu_frontiers import frontiers_backward, frontiers_forward
 from diffjax.kernels.ssd_pallas_tpu_frontiers import vmem as frontiers_vmem
+from diffjax.kernels.ssd_pallas_tpu_strips import Strips, strip_scratch
 from diffjax.kernels.ssd_stream import Stream
 
 __all__ = [
@@ -42,10 +42,15 @@ __all__ = [
 
 IN_ORDER, ANY_ORDER = ("parallel", "parallel", "arbitrary"), ("parallel", "parallel", "parallel")
 GRADIENTS = ("channels", "heads", "heads", "partial", "partial")  # of x, dt, cum, Bm, Cm
+STRIP = 32  # tokens of a strip, forward: with 64 schedules are up to half longer
 # By whether a state is carried: inputs, outputs and scratch, in names of `Call.block` and `Call.temporary`.
 FORWARD = {
-    True: ((*TOKENS, "tokens", "lanes", "state"), ("channels", "states"), ("heads", "heads", "kept", "state")),
-    False: ((*TOKENS, "tokens", "lanes"), ("channels",), ()),
+    True: (
+        (*TOKENS, "tokens", "lanes", "state"),
+        ("channels", "states"),
+        ("heads", "heads", "kept", "products", "state", "pairs", "pairs"),
+    ),
+    False: ((*TOKENS, "tokens", "lanes"), ("channels",), ("pairs", "pairs")),
 }
 BACKWARD = {
     True: (
@@ -90,7 +95,10 @@ def refusal(
         tokens = length * (LARGEST_OPERAND - 1) // largest // chunk * chunk
         nearest = f"{rows} rows" if rows else f"{tokens} tokens"
         return f"takes operands of fewer than 2**31 elements, not of {largest}: use at most {nearest} a call"
-    needed = max(call.vmem((*inputs, *outputs), held) for inputs, outputs, held in (FORWARD[True], BACKWARD[True]))
+    strips = strip_scratch(chunk, STRIP, reverse=True)
+    needed = max(
+        call.vmem((*inputs, *outputs), (*held, *strips)) for inputs, outputs, held in (FORWARD[True], BACKWARD[True])
+    )
     if operation == "frontiers":
         needed = max(needed, frontiers_vmem(call, block_size))
     if needed > VMEM_LIMIT:
@@ -143,7 +151,7 @@ def _forward(call: Call, reverse: bool, carried: bool):
         "ssd_scan_forward" if carried else "ssd_blocks_forward",
         inputs,
         outputs,
-        temporaries,
+        (*temporaries, *strip_scratch(call.chunk, STRIP, reverse)),
         semantics=IN_ORDER if carried else ANY_ORDER,
         steps=call.chunks + carried,
         memory=lambda step: last - at_end(step) if reverse else at_end(step),
@@ -172,37 +180,58 @@ def _backward(call: Call, reverse: bool, carried: bool):
 def _forward_kernel(call: Call, reverse: bool, carried: bool, x, dt, cum, count, Bm, Cm, *refs):
     """x, y [h P, Q]; dt, cum [h, Q]; count [1, Q]; Bm [Q, N]; Cm [N, Q]; states [h P, N]."""
     if not carried:
-        return _forward_chunk(call, reverse, x, dt, cum, count, Bm, Cm, *refs)
-    initial, y, states, *scratch, state = refs
+        y, *scratch = refs
+        return _forward_chunk(call, reverse, x, dt, cum, count, Bm, Cm, y, (), *scratch)
+    initial, y, states, reading, weight, kept, state_Cm, state, *scratch = refs
     step = pl.program_id(2)
 
     @pl.when(step == 0)
     def _():
-        states[...] = initial[...]
-
-    @pl.when(step > 0)
-    def _():
-        states[...] = state[...]
+        state[...] = initial[...]
 
     @pl.when(step < call.chunks)
     def _():
-        _forward_chunk(call, reverse, x, dt, cum, count, Bm, Cm, y, *scratch, states, state)
+        carried = states, reading, weight, kept, state_Cm, state
+        _forward_chunk(call, reverse, x, dt, cum, count, Bm, Cm, y, carried, *scratch)
+
+    @pl.when(step == call.chunks)
+    def _():
+        states[...] = state[...]
 
 
-def _forward_chunk(call: Call, reverse: bool, x, dt, cum, count, Bm, Cm, y, *carried):
-    """Rows kept in scratch are spread over sublanes as they are loaded."""
-    scores, ceiling = dot(Bm[...], Cm[...]), visible(count[...], reverse)  # [j, i]
-    columns = jnp.transpose(cum[...])  # [Q, h]
+def _forward_chunk(call: Call, reverse: bool, x, dt, cum, count, Bm, Cm, y, carried, scores, scores_own, weight, *far):
+    """Rows kept in scratch are spread over sublanes as they are loaded. What the state gives to y and takes from u are
+    products of all heads, before and after the loop over heads: in it they would wait in registers."""
+    strips = Strips.of(call, STRIP, cum, cum, cum, weight, far, reverse)
+    own_strip, read = slice(0, strips.height), strips.read
+    all_scores = jnp.where(visible(count[...], reverse), dot(Bm[...], Cm[...]), 0)  # [j, i]
+    scores_own[own_strip] = strips.folded(all_scores)
+    scores[...] = jnp.where(strips.same, 0, all_scores)
+    weight[...] *= dt[...]
     if carried:
-        reading, weight, kept, before, after = carried
-        reading[...], to_the_end, kept_column = to_end(cum[...], count[...], reverse)
-        weight[...], kept[...] = to_the_end * dt[...], jnp.broadcast_to(kept_column, kept.shape)
-    for h in range(call.tile):
-        rows, row = call.rows_of(h), slice(h, h + 1)
-        M = (scores * decay_of_pairs(cum[row], columns[:, row], ceiling)).astype(call.dtype)
+        states, reading, to_the_end, kept, state_Cm, state = carried
+        reading[...], end_weight, kept_column = to_end(cum[...], count[...], reverse)
+        to_the_end[...], kept[...] = end_weight * dt[...], jnp.broadcast_to(kept_column, kept.shape)
+        of_state = dot(state[...].astype(call.dtype), Cm[...])
+        for h in range(call.tile):
+            rows = call.rows_of(h)
+            state_Cm[rows] = reading[h : h + 1] * of_state[rows]
+
+    def head(row, rows):
         x_h = x[rows].astype(jnp.float32)
-        y_h = dot((x_h * dt[row]).astype(call.dtype), M)
+        u = jnp.concatenate([x_h * dt[row], x_h[:, :read] * weight[row, :read]], axis=1).astype(call.dtype)
+        M = strips.spread(strips.own(row) * scores_own[own_strip]) + strips.times_far(row, scores)
+        y_h = dot(u, jnp.concatenate(M, axis=0).astype(call.dtype))
         if carried:
-            y_h += reading[row] * dot(before[rows].astype(call.dtype), Cm[...])
-            after[rows] = kept[row] * before[rows] + dot((x_h * weight[row]).astype(call.dtype), Bm[...])
+            y_h += state_Cm[rows]
+            states[rows] = state[rows]
         y[rows] = y_h.astype(call.dtype)
+
+    call.for_heads(head)
+    if carried:
+        heads = range(call.tile)
+        u = [x[call.rows_of(h)].astype(jnp.float32) * to_the_end[h : h + 1] for h in heads]
+        gained = dot(jnp.concatenate(u, axis=0).astype(call.dtype), Bm[...])
+        for h in heads:
+            rows = call.rows_of(h)
+            state[rows] = kept[h : h + 1] * state[rows] + gained[rows]

@@ -15,7 +15,7 @@ Both sums of R are of one matrix, rounded once. The shorter dy . y - du . u roun
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from diffjax.kernels.pallas_tpu import PACKED_SUBLANES, Call, decay_of_pairs, last_token, to_end, visible
+from diffjax.kernels.pallas_tpu import PACKED_SUBLANES, Call, decay, last_token, to_end, visible
 from diffjax.kernels.precision import dot
 
 FIRST, LAST = (0, 0), (1, 1)  # products over the first axes of both matrices, over the last axes of both
@@ -40,20 +40,21 @@ def backward_kernel(call: Call, reverse: bool, carried: bool, x, dt, cum, count,
         Z_Bm[...] = dot(Z[...].astype(call.dtype), Bm_lanes[...])
         S_Cm[...] = dot(S[...].astype(call.dtype), Cm_lanes[...])
 
-    scores, ceiling = dot(Bm_lanes[...], Cm_lanes[...], FIRST), visible(count[...], reverse)  # [j, i]
+    seen = visible(count[...], reverse)  # [j, i]
+    scores = jnp.where(seen, dot(Bm_lanes[...], Cm_lanes[...], FIRST), 0)
     columns = jnp.transpose(cum[...])  # [Q, h]
     ones = jnp.ones((PACKED_SUBLANES, call.chunk), call.dtype)
     d_scores = jnp.zeros_like(scores)
     for h in range(call.tile):
         rows, row = call.rows_of(h), slice(h, h + 1)
-        decay = decay_of_pairs(cum[row], columns[:, row], ceiling)
+        D = decay(cum[row] - columns[:, row])
         x_h, dy_h = x[rows].astype(jnp.float32), dy[rows]
         u = x_h * dt[row]
-        X = dot(u.astype(call.dtype), dy_h, FIRST) * decay
+        X = dot(u.astype(call.dtype), dy_h, FIRST) * D
         d_scores += X
         R = (X * scores).astype(call.dtype)
         d_cum_h = jnp.sum(R.astype(jnp.float32), axis=0, keepdims=True) - dot(ones, R, LAST)[:1]
-        d_u = dot(dy_h, (scores * decay).astype(call.dtype), LAST)
+        d_u = dot(dy_h, (scores * D).astype(call.dtype), LAST)
         if carried:
             u_weighted, dy_reading = u * weight[row], dy_h.astype(jnp.float32) * reading[row]
             u_to_end[rows], dy_read[rows] = u_weighted.astype(call.dtype), dy_reading.astype(call.dtype)
@@ -65,7 +66,7 @@ def backward_kernel(call: Call, reverse: bool, carried: bool, x, dt, cum, count,
         d_dt[row] = jnp.sum(d_u * x_h, axis=0, keepdims=True)
         d_x[rows] = (d_u * dt[row]).astype(call.dtype)
 
-    d_scores = d_scores.astype(call.dtype)
+    d_scores = jnp.where(seen, d_scores, 0).astype(call.dtype)
     d_Bm[...] = dot(Cm_lanes[...], d_scores, LAST)
     d_Cm[...] = dot(Bm_lanes[...], d_scores)
     if carried:

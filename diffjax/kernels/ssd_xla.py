@@ -156,17 +156,18 @@ def _pass_on(entering: Array, kept: Array, added: Array, reverse: bool) -> Array
     (with reverse: last), every other one kept [B, C, g, r] times the one before it plus added [B, C, g, r, P, N]."""
     batch, chunks = added.shape[:2]
     kept, added = kept.reshape(batch, chunks, -1), added.reshape(batch, chunks, *entering.shape[1:])
-    entering = entering[:, None].astype(added.dtype)
-    edges = jnp.concatenate([added, entering] if reverse else [entering, added], axis=1)
+    entering = entering.astype(added.dtype)
+    edges = jnp.concatenate([added, entering[:, None]] if reverse else [entering[:, None], added], axis=1)
     at = lambda array, i: jax.lax.dynamic_index_in_dim(array, i, axis=1, keepdims=False)
 
-    def step(i, edges):  # in place
+    def step(i, carry):  # in place
+        state, edges = carry
         i = chunks - 1 - i if reverse else i
-        before, after = (i + 1, i) if reverse else (i, i + 1)
-        state = at(kept, i)[..., None, None] * at(edges, before) + at(edges, after)
-        return jax.lax.dynamic_update_index_in_dim(edges, state, after, axis=1)
+        after = i if reverse else i + 1
+        state = at(kept, i)[..., None, None] * state + at(edges, after)
+        return state, jax.lax.dynamic_update_index_in_dim(edges, state, after, axis=1)
 
-    return jax.lax.fori_loop(0, chunks, step, edges)
+    return jax.lax.fori_loop(0, chunks, step, (entering, edges))[1]
 
 
 def _before(edges: Array, s: _Chunks, reverse: bool) -> Array:
@@ -268,7 +269,7 @@ class _Inside(NamedTuple):
 def _within_backward(Cm: Array, own: _Chunks, other: _Chunks, dy: Array, mask: Array) -> _Inside:
     scores, D = _scores(Cm, other.Bm), _decay(own.cum, other.cum, mask)
     X = einsum("bcqgrp,bckgrp->bcgrqk", dy, other.u) * D
-    R = X * scores
+    R = jax.lax.optimization_barrier(X * scores)  # else XLA computes it in each of its two sums, slowly (CPU)
     d_scores = jnp.sum(X, axis=3).astype(Cm.dtype)
     return _Inside(
         u=einsum("bcgrqk,bcqgrp->bckgrp", (scores * D).astype(dy.dtype), dy),
