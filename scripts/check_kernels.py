@@ -10,8 +10,8 @@ are about the cycles of one pass over its code; loads and stores of spilled regi
 to compile the program. Loop bodies and both sides of a branch count once: bundles compare versions of a kernel on a
 target, they are no time.
 
-Exits 1 if a program does not compile, or a kernel has more than 1.05 times the recorded bundles or spills; 2 if the
-check cannot be made: no libtpu, or other versions of jax and libtpu than those of the record.
+Exits 1 if a program does not compile, or a kernel has more than 1.05 times the recorded bundles, fills or spills; 2 if
+the check cannot be made: no libtpu, or other versions of jax and libtpu than those of the record.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -110,7 +110,8 @@ def main() -> None:
     versions = {"jax": version("jax"), "libtpu": version("libtpu")}
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     targets = options.target or list(TOPOLOGIES)
-    wanted = [shape for shape in shapes(ROOT / "configs") if options.only in str(shape)]
+    every = shapes(ROOT / "configs")
+    wanted = [shape for shape in every if options.only in str(shape)]
     if not wanted:
         stop(f"no shape contains '{options.only}'")
     compiled = compile_all(targets, wanted)
@@ -118,8 +119,11 @@ def main() -> None:
     if options.record:
         if failures:
             stop("nothing is recorded while programs fail:\n" + "\n".join(failures), code=1)
-        programs = record.get("programs", {}) if {name: record.get(name) for name in versions} == versions else {}
-        write_record(versions, programs | {name: kept(result) for name, result in compiled.items()})
+        programs = {name: kept(result) for name, result in compiled.items()}
+        if {name: record.get(name) for name in versions} == versions:  # what was not compiled now stays as it was
+            others = set(program_names(TOPOLOGIES, every)) - set(programs)
+            programs |= {name: kernels for name, kernels in record["programs"].items() if name in others}
+        write_record(versions, programs)
         return
     if not record:
         failures.append("there is no record of schedules: write one with --record")
@@ -136,7 +140,21 @@ def main() -> None:
         sys.exit(1)
     if different:
         stop("everything compiles, but schedules were not compared: the record has " + "; ".join(different))
-    print(f"{len(compiled)} programs compile; bundles and spills are within {TOLERANCE} of the record")
+    print(f"{len(compiled)} programs compile; bundles, fills and spills are within {TOLERANCE} of the record")
+
+
+def program_names(targets: Iterable[str], wanted: list[Shape]) -> list[str]:
+    """The record's keys."""
+    return [
+        program_name(target, shape, operation)
+        for target in targets
+        for shape in wanted
+        for operation in OPERATIONS[shape.mixer]
+    ]
+
+
+def program_name(target: str, shape: Shape, operation: str) -> str:
+    return f"{target} {shape}, {operation}"
 
 
 def stop(message: str, code: int = 2) -> None:
@@ -154,7 +172,7 @@ def compile_all(targets: list[str], wanted: list[Shape]) -> dict[str, dict]:
             lines = run_child(target, shape)
             for operation in OPERATIONS[shape.mixer]:
                 result = next(lines, {"error": "the process died before it"})
-                results[f"{target} {shape}, {operation}"] = result
+                results[program_name(target, shape, operation)] = result
                 print_result(target, operation, result)
     return results
 
@@ -355,21 +373,21 @@ def kept(result: dict) -> dict | str:
 def compare(recorded: dict, here: dict) -> list[str]:
     """What got worse than the record allows, a line each; programs that failed here are reported elsewhere."""
     worse = []
-    for program_name, kernels in here.items():
+    for program, kernels in here.items():
         if kernels == "error":
             continue
-        before = recorded.get(program_name)
+        before = recorded.get(program)
         if before is None or isinstance(before, str) or isinstance(kernels, str):
             if before != kernels:
-                worse.append(f"{program_name}: the record has {describe(before)}, here is {describe(kernels)}")
+                worse.append(f"{program}: the record has {describe(before)}, here is {describe(kernels)}")
             continue
         if set(before) != set(kernels):
-            worse.append(f"{program_name}: the record has the kernels {sorted(before)}, here are {sorted(kernels)}")
+            worse.append(f"{program}: the record has the kernels {sorted(before)}, here are {sorted(kernels)}")
         for name in sorted(set(before) & set(kernels)):
             for field in ("bundles", "fills", "spills"):
                 limit, value = TOLERANCE * before[name][field], kernels[name][field]
                 if value > limit:
-                    worse.append(f"{program_name}, {name}: {value} {field}, {before[name][field]} recorded")
+                    worse.append(f"{program}, {name}: {value} {field}, {before[name][field]} recorded")
     return worse
 
 
