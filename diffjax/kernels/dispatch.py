@@ -61,8 +61,13 @@ def choose(operation: str, backend: str, refusals: dict[str, Callable[[], str | 
             raise UnsupportedKernel(f"kernels: {operation} has no backend '{backend}'; there are auto, {known}")
         if (refusal := refusals[backend]()) is not None:
             raise UnsupportedKernel(f"kernels: {backend} cannot run {operation} of {shape}: {refusal}")
+        platform = mesh_platform()
+        home = {kernel: where for where, kernel in KERNELS.items()}.get(backend, platform)
+        if platform not in (None, home) and not _interpreting:
+            why = f"it runs on {home}, and the mesh's devices are {platform}: use auto or xla"
+            raise UnsupportedKernel(f"kernels: {backend} cannot run {operation}: {why}")
         _decide(operation, shape, backend, "the config names it")
-        return Choice(mesh_platform(), (("default", backend),))
+        return Choice(platform, (("default", backend),))
     platform = mesh_platform()
     candidates = [platform] if platform else list(KERNELS)
     backends = [("default", "xla")]

@@ -37,6 +37,16 @@ def test_an_explicit_choice_never_falls_back():
     assert choose("op", "pallas_tpu", KERNELS, "[3]").backends == (("default", "pallas_tpu"),)
 
 
+@pytest.mark.parametrize(("platform", "kind"), [("cpu", "cpu"), ("gpu", "NVIDIA H100 80GB HBM3")])
+def test_a_kernel_of_another_platform_is_refused(platform, kind):
+    here = {"gpu": "cuda"}.get(platform, platform)
+    with mesh_of(platform, kind):
+        with pytest.raises(UnsupportedKernel, match=f"runs on tpu, and the mesh.s devices are {here}: use auto or xla"):
+            choose("op", "pallas_tpu", KERNELS, "[3]")
+        with dispatch.interpreted_kernels():  # whose interpreters run anywhere
+            assert choose("op", "pallas_tpu", KERNELS, "[3]").backend == "pallas_tpu"
+
+
 @pytest.mark.parametrize(("platform", "kind", "backend"), [("tpu", "TPU v5 lite", "pallas_tpu"), ("cpu", "cpu", "xla")])
 def test_auto_follows_the_mesh(platform, kind, backend):
     with mesh_of(platform, kind):
