@@ -66,10 +66,16 @@ def ssd_scan(
       y [B, T, H, P] in x.dtype and the Boundary.
 
     Raises:
-      ValueError: the chunk does not fit the block size, or the backend named cannot run this call.
+      ValueError: shapes do not belong together, the chunk does not fit the block size, or the backend named cannot run
+        this call.
     """
     batch, length, heads, head_dim = x.shape
+    if block_size < 1:
+        raise ValueError(f"ssd_scan: block_size must be at least 1, not {block_size}")
     whole = length // block_size
+    state = _check_shapes("ssd_scan", x, dt, A, Bm, Cm)
+    _check_shape("ssd_scan", "initial_state", initial_state, (batch, heads, head_dim, state))
+    _check_shape("ssd_scan", "reset", reset, (batch, whole + 1))
     initial = jnp.zeros((batch, heads, head_dim, Bm.shape[-1]), dt.dtype) if initial_state is None else initial_state
     initial = initial.astype(accumulation_dtype(x.dtype))
     edges = jnp.zeros((batch, whole + 1), bool) if reset is None else reset
@@ -107,6 +113,8 @@ def ssd_block(
     [B, F, G, g, N]. Returns y like x.
     """
     batch, frontiers, size, heads, head_dim = x.shape
+    state = _check_shapes("ssd_block", x, dt, A, Bm, Cm)
+    _check_shape("ssd_block", "seed", seed, (batch, frontiers, heads, head_dim, state))
     if x.size == 0:
         return x
     streams = [array.reshape(batch, frontiers * size, *array.shape[3:]) for array in (x, dt, Bm, Cm)]
@@ -153,6 +161,10 @@ def ssd_frontier(
     its one state: no state is stored for a block. Elsewhere they start from `states_at`. The boundary never changes.
     """
     batch, frontiers, size = x.shape[:3]
+    _check_shapes("ssd_frontier", x, dt, A, Bm, Cm)
+    _check_shape("ssd_frontier", "frontier_index", frontier_index, (batch, frontiers))
+    if size != boundary.block_size:
+        raise ValueError(f"ssd_frontier: x has blocks of {size} tokens, the boundary of {boundary.block_size}")
     if boundary.stream is None or frontier_index is not None:
         seed = states_at(boundary, frontier_index)[:, :frontiers]  # the last edge of a whole stream has no frontier
         return ssd_block(x, dt, A, Bm, Cm, seed=seed, backend=backend)
@@ -173,6 +185,25 @@ def ssd_frontier(
         clean = clean._replace(count=jnp.zeros_like(own.count))
     y = _frontiers(own, pad_tokens(Cm_, padded), reach, clean, boundary.states, chunk, size, choice)
     return y[:, :length].reshape(x.shape)
+
+
+def _check_shapes(function: str, x, dt, A, Bm, Cm) -> int:
+    """The size of the state, where all shapes belong to that of x [..., H, P]."""
+    *lead, heads, _ = x.shape
+    groups, state = Bm.shape[-2:]
+    for name, array, shape in (
+        ("dt", dt, (*lead, heads)), ("A", A, (heads,)), ("Bm", Bm, (*lead, groups, state)), ("Cm", Cm, Bm.shape)
+    ):  # fmt: skip
+        _check_shape(function, name, array, shape)
+    if heads % groups:
+        raise ValueError(f"{function}: {heads} heads cannot be divided among the {groups} groups of Bm")
+    return state
+
+
+def _check_shape(function: str, name: str, array, shape: tuple[int, ...]) -> None:
+    """Shapes that broadcast or are padded would give wrong numbers in silence."""
+    if array is not None and array.shape != tuple(shape):
+        raise ValueError(f"{function}: {name} has shape {list(array.shape)}, but the others ask for {list(shape)}")
 
 
 def _choose(operation: str, backend: str, x, Bm, block_size: int, chunk: int | None) -> tuple[int, Choice]:

@@ -279,3 +279,20 @@ def test_K15_gradients_of_sixteen_bidirectional_layers_stay_finite_in_bfloat16()
 
     low, full = norm(jnp.bfloat16), norm(jnp.float32)
     assert np.isfinite(low) and abs(low - full) <= 0.05 * full
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"Cm": (1, 60, 1, 16)}, r"ssd_scan: Cm has shape \[1, 60, 1, 16\], but the others ask for \[1, 64, 1, 16\]"),
+        ({"dt": (1, 64, 1)}, r"ssd_scan: dt has shape \[1, 64, 1\]"),
+        ({"A": (1,)}, r"ssd_scan: A has shape \[1\], but the others ask for \[2\]"),
+        ({"Bm": (1, 64, 3, 16), "Cm": (1, 64, 3, 16)}, "2 heads cannot be divided among the 3 groups"),
+        ({"initial_state": (2, 32, 16)}, "initial_state has shape"),
+        ({"reset": (1, 4)}, r"reset has shape \[1, 4\], but the others ask for \[1, 5\]"),
+    ],
+)
+def test_shapes_that_do_not_belong_together_are_refused(change, message):
+    shapes = {"x": (1, 64, 2, 32), "dt": (1, 64, 2), "A": (2,), "Bm": (1, 64, 1, 16), "Cm": (1, 64, 1, 16)} | change
+    with pytest.raises(ValueError, match=message):
+        ssd_scan(**{name: jnp.zeros(shape) for name, shape in shapes.items()}, block_size=16)
