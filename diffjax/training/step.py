@@ -1,11 +1,12 @@
 """The train step: gradients summed over microbatches, one division, clip, guard, update. One compiled function."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from diffjax.config import Config
 from diffjax.data.batch import Batch
@@ -55,6 +56,24 @@ def state_shardings(config: Config, abstract_state: dict, param_shardings, mesh:
     if "ema" in placed:
         placed["ema"] = param_shardings
     return placed
+
+
+class Layout(NamedTuple):
+    """The state without its numbers: shapes and dtypes, the sharding of each leaf, and (path, bytes) of the parameters
+    that every device holds whole, largest first."""
+
+    state: dict
+    placement: dict
+    whole: list[tuple[str, int]]
+
+
+def lay_out(config: Config, denoiser, mesh: Mesh | AbstractMesh) -> Layout:
+    """Where every part of a run's state lies on the mesh. Raises UserError where rules or mesh forbid it."""
+    state = jax.eval_shape(make_init(config, denoiser.init), jax.random.key(config.run.seed))
+    of_params = mesh_lib.shardings(state["params"], denoiser.logical_axes(), mesh)
+    whole = mesh_lib.whole_leaves(state["params"], of_params)
+    mesh_lib.check_whole_leaves(config.mesh, mesh, whole)
+    return Layout(state, state_shardings(config, state, of_params, mesh), whole)
 
 
 def split(batch: Batch, count: int, mesh: Mesh | None = None) -> Batch:
