@@ -80,6 +80,7 @@ class ModelConfig:
 class KernelsConfig:
     ssd: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_triton"] = free("auto")
     attention: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_triton"] = free("auto")
+    cross_entropy_chunk: int | None = free(None)  # tokens of a row whose logits exist at one time; null: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,7 @@ _RANGES = (
         "must be at least 1",
         "model.layers model.width model.block_size model.heads model.kv_heads model.head_dim model.mlp_width "
         "model.mamba.heads model.mamba.head_dim model.mamba.state model.mamba.conv model.mamba.groups "
+        "kernels.cross_entropy_chunk "
         "data.sequence_length training.steps training.batch_size training.microbatches training.log_every "
         "training.evaluate_every training.checkpoint_every optimizer.schedule_steps guard.spike_window "
         "guard.max_consecutive checkpoint.keep_last checkpoint.keep_every evaluation.rows evaluation.batch_size "
