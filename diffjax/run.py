@@ -129,7 +129,9 @@ def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
         config=config,
         mesh=mesh,
         denoiser=denoiser,
-        objective=block_diffusion(denoiser, config.objective, tokenizer.mask_id, data.tail),
+        objective=block_diffusion(
+            denoiser, config.objective, tokenizer.mask_id, data.tail, config.kernels.cross_entropy_chunk
+        ),
         draw_noise=draw_noise,
         read_rows=None,
         batch=abstract_batch(rows, data.sequence_length, config.model.block_size),
@@ -217,6 +219,7 @@ def _likelihood(config, denoiser, params, corpus: Corpus, mesh: Mesh, should_sto
         mask_id=corpus.tokenizer.mask_id,
         tail=config.data.tail,
         packing=config.data.packing,
+        chunk=config.kernels.cross_entropy_chunk,
         unigram=corpus.unigram(),
         should_stop=should_stop,
         place=lambda batch: jax.device_put(batch, rows),

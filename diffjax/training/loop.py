@@ -16,6 +16,7 @@ from diffjax.errors import GuardStop, Preempted, UserError
 from diffjax.parallel import mesh as mesh_lib
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.journal import Journal
+from diffjax.training.optimizer import describe as describe_optimizer
 from diffjax.training.start import describe, find_start, stored_meta
 from diffjax.training.step import compile_step, donated_share, lay_out, make_train_step
 from diffjax.training.stop import StopRequest
@@ -65,6 +66,7 @@ def fit(job: Job) -> Outcome:
     run_dir, steps = Path(config.run.dir), config.training.steps
     _check_batch(config, mesh)
 
+    axes = job.denoiser.logical_axes()
     abstract, placement, whole = lay_out(config, job.denoiser, mesh)
     target = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, placement
@@ -78,7 +80,8 @@ def fit(job: Job) -> Outcome:
                 print(f"already at step {meta['step']} of {steps}; a larger training.steps continues")
                 return Outcome(meta["step"], None, meta["tokens_seen"])
 
-            train_step = make_train_step(config, job.objective, job.draw_noise, mesh, placement["params"])
+            train_step = make_train_step(config, job.objective, job.draw_noise, mesh, placement["params"], axes)
+            print(*describe_optimizer(config.optimizer, abstract["params"], axes), sep="\n")
             step_fn = _compile(train_step, abstract, placement, job, whole)
             start = find_start(config, job.denoiser, target, placement, checkpoints, job.identities, print)
             print(f"starting at step {start.step} of {steps} from {start.source}")
