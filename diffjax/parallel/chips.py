@@ -12,6 +12,15 @@ from diffjax.errors import UserError
 GIB = 2**30
 TERA = 1e12
 
+# Set before JAX is imported: planning starts no accelerator, and asks no cloud which one this machine has.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
 
 @dataclass(frozen=True)
 class Chip:

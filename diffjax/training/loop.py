@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from diffjax.config import Config, config_hash
 from diffjax.data.batch import Batch
-from diffjax.errors import GuardStop, Preempted, UserError
+from diffjax.errors import GuardStop, Preempted
 from diffjax.parallel import mesh as mesh_lib
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.journal import Journal
@@ -64,7 +64,6 @@ def fit(job: Job) -> Outcome:
     """Train to `training.steps`. Raises Preempted (asked to stop) and GuardStop with the state saved, and UserError."""
     config, mesh = job.config, job.mesh
     run_dir, steps = Path(config.run.dir), config.training.steps
-    _check_batch(config, mesh)
 
     axes = job.denoiser.logical_axes()
     abstract, placement, whole = lay_out(config, job.denoiser, mesh)
@@ -137,15 +136,6 @@ def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) 
     finally:
         progress.close()
         trackers.close()
-
-
-def _check_batch(config: Config, mesh: Mesh) -> None:
-    parts = config.training.microbatches * mesh.shape["data"] * mesh.shape["fsdp"]
-    if config.training.batch_size % parts:
-        raise UserError(
-            f"training.batch_size={config.training.batch_size} is not a multiple of training.microbatches * data * fsdp"
-            f" = {config.training.microbatches} * {mesh.shape['data']} * {mesh.shape['fsdp']} = {parts}"
-        )
 
 
 def _compile(train_step, abstract: dict, placement: dict, job: Job, whole: list):

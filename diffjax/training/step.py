@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from diffjax.config import Config
 from diffjax.data.batch import Batch
+from diffjax.errors import UserError
 from diffjax.parallel import mesh as mesh_lib
 from diffjax.training import guard as guard_lib
 from diffjax.training.optimizer import make_optimizer
@@ -88,12 +89,22 @@ class Layout(NamedTuple):
 
 def lay_out(config: Config, denoiser, mesh: Mesh | AbstractMesh) -> Layout:
     """Where every part of a run's state lies on the mesh. Raises UserError where rules or mesh forbid it."""
+    _check_batch(config, mesh)
     axes = denoiser.logical_axes()
     state = jax.eval_shape(make_init(config, denoiser.init, axes), jax.random.key(config.run.seed))
     of_params = mesh_lib.shardings(state["params"], axes, mesh)
     whole = mesh_lib.whole_leaves(state["params"], of_params)
     mesh_lib.check_whole_leaves(config.mesh, mesh, whole)
     return Layout(state, state_shardings(config, state, of_params, mesh), whole)
+
+
+def _check_batch(config: Config, mesh: Mesh) -> None:
+    parts = config.training.microbatches * mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.training.batch_size % parts:
+        raise UserError(
+            f"training.batch_size={config.training.batch_size} is not a multiple of training.microbatches * data * fsdp"
+            f" = {config.training.microbatches} * {mesh.shape['data']} * {mesh.shape['fsdp']} = {parts}"
+        )
 
 
 def split(batch: Batch, count: int, mesh: Mesh | None = None) -> Batch:
