@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from diffjax.config import Config, MeshConfig, dump_yaml, load_config, validate
-from diffjax.data.batch import Batch
+from diffjax.data.batch import abstract_batch
 from diffjax.data.corpus import Corpus
 from diffjax.data.loader import TrainLoader, held_out_batches, held_out_indices
 from diffjax.data.prepare import prepare
@@ -112,7 +111,7 @@ def train(config: Config, *, resume_command: str | None = None) -> TrainResult:
 def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
     tokenizer, data, run_dir = corpus.tokenizer, config.data, Path(config.run.dir)
     denoiser = Denoiser(config.model, vocab_size=tokenizer.vocab_size, kernels=config.kernels)
-    rows, length = config.training.batch_size, data.sequence_length
+    rows = config.training.batch_size
 
     def draw_noise(step, batch):
         return draw(config.objective, config.run.seed, step, batch, rows)
@@ -126,8 +125,6 @@ def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
 
     _write(run_dir / "config.yaml", dump_yaml(config))
     _write(run_dir / "tokenizer.model", tokenizer.model_bytes)
-    arrays = [((length,), np.int32), ((length // config.model.block_size,), np.int32)]
-    arrays += [((length,), np.bool_), ((length,), np.bool_), ((), np.int32)]
     return Job(
         config=config,
         mesh=mesh,
@@ -137,7 +134,7 @@ def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
         ),
         draw_noise=draw_noise,
         read_rows=None,
-        batch=Batch(*(jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in arrays)),
+        batch=abstract_batch(rows, data.sequence_length, config.model.block_size),
         identities=_identities(corpus),
         evaluate=evaluate_now,
         notes={"corpus_folder": str(corpus.directory.absolute())},

@@ -1,14 +1,16 @@
 """The train step: gradients summed over microbatches, one division, clip, guard, update. One compiled function."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from diffjax.config import Config
 from diffjax.data.batch import Batch
+from diffjax.errors import UserError
 from diffjax.parallel import mesh as mesh_lib
 from diffjax.training import guard as guard_lib
 from diffjax.training.optimizer import make_optimizer
@@ -74,6 +76,35 @@ def state_shardings(config: Config, abstract_state: dict, param_shardings, mesh:
     if "ema" in placed:
         placed["ema"] = param_shardings
     return placed
+
+
+class Layout(NamedTuple):
+    """The state without its numbers: shapes and dtypes, the sharding of each leaf, and (path, bytes) of the parameters
+    that every device holds whole, largest first."""
+
+    state: dict
+    placement: dict
+    whole: list[tuple[str, int]]
+
+
+def lay_out(config: Config, denoiser, mesh: Mesh | AbstractMesh) -> Layout:
+    """Where every part of a run's state lies on the mesh. Raises UserError where rules or mesh forbid it."""
+    _check_batch(config, mesh)
+    axes = denoiser.logical_axes()
+    state = jax.eval_shape(make_init(config, denoiser.init, axes), jax.random.key(config.run.seed))
+    of_params = mesh_lib.shardings(state["params"], axes, mesh)
+    whole = mesh_lib.whole_leaves(state["params"], of_params)
+    mesh_lib.check_whole_leaves(config.mesh, mesh, whole)
+    return Layout(state, state_shardings(config, state, of_params, mesh), whole)
+
+
+def _check_batch(config: Config, mesh: Mesh) -> None:
+    parts = config.training.microbatches * mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.training.batch_size % parts:
+        raise UserError(
+            f"training.batch_size={config.training.batch_size} is not a multiple of training.microbatches * data * fsdp"
+            f" = {config.training.microbatches} * {mesh.shape['data']} * {mesh.shape['fsdp']} = {parts}"
+        )
 
 
 def split(batch: Batch, count: int, mesh: Mesh | None = None) -> Batch:
