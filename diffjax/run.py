@@ -298,7 +298,7 @@ def _write_samples(config: Config, denoiser, corpus: Corpus, params, step: int) 
     batch = next(held_out_batches(corpus, 2, 2))
     opening = [row[valid][: denoiser.block_size + 1] for row, valid in zip(batch.tokens, batch.valid, strict=True)]
     prompts = ["", *(corpus.tokenizer.decode([int(token) for token in row]) for row in opening if len(row))]
-    results = generate(denoiser, params, corpus.tokenizer, prompts, config.sampling)
+    results = generate(denoiser, params, corpus.tokenizer, prompts, config.sampling, fetch=to_host)
     folder = Path(config.run.dir) / "samples"
     texts = [f"{prompt}|{result.text}" for prompt, result in zip(prompts, results, strict=True)]
     _write(folder / f"step_{step:06d}.txt", "\n\n--------\n\n".join(texts) + "\n")
