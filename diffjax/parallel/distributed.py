@@ -208,7 +208,7 @@ def agree(facts: dict) -> None:
     def compare():
         different = sorted(key for key in {*first, *facts} if first.get(key) != facts.get(key))
         if different:
-            listed = "; ".join(f"{key}: {facts.get(key)}, on rank 0 {first.get(key)}" for key in different[:5])
+            listed = "; ".join(f"{key}={facts.get(key)}, but {first.get(key)} on rank 0" for key in different[:5])
             raise UserError(f"{listed}. All processes of a run must start with the same")
 
     together(compare)

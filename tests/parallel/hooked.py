@@ -2,7 +2,7 @@
 
 Run as `python -m tests.parallel.hooked HOOKS VERB ...`, HOOKS a JSON object: rank (of this process), and as wanted
 slow_rows (seconds for each step), slow_evaluation [number of the evaluation, seconds for each batch], and
-signal {"rank", "at": ["rows", step] or ["evaluation", number], "number"}.
+signal {"rank", "at": ["rows", step] or ["evaluation", number], "number"}; number 0 raises an OSError instead.
 """
 
 import itertools
@@ -22,6 +22,8 @@ hooks = json.loads(sys.argv[1])
 def signal_at(*place):
     wanted = hooks.get("signal")
     if wanted and wanted["rank"] == hooks["rank"] and wanted["at"] == list(place):
+        if not wanted["number"]:
+            raise OSError("this disk is gone")
         os.kill(os.getpid(), wanted["number"])
 
 

@@ -4,15 +4,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import time
 
 import numpy as np
 import pytest
 
 from diffjax.training.checkpoint import Checkpoints
 from tests.parallel.pairs import Process, ranks, running, train
-from tests.training.toy import by_step, records
+from tests.training.toy import by_step
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("pairs")]  # one worker: fixtures are made once
 
@@ -43,10 +41,6 @@ def home(tmp_path_factory):
 
 def last_exit(run_dir):
     return json.loads((run_dir / "last_exit.json").read_text())
-
-
-def digests(run_dir, step):
-    return {path: leaf["digest"] for path, leaf in Checkpoints(run_dir / "checkpoints").read_meta(step)["leaves"].items()}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +89,7 @@ def test_stopped_and_resumed_with_two_one_and_two_processes(home, straight):
 
     hooks = {"signal": {"rank": 0, "at": ["rows", 4], "number": signal.SIGTERM}}
     ((code, output),) = train(home, "alone_again", 1, place, hooks=hooks)
-    assert code == 75 and "starting at step 4 of 8" in output, output
+    assert code == 75 and f"starting at step 4 of 8 from {run_dir}/checkpoints/4" in output, output  # digests compared
     assert last_exit(run_dir) == {"attempt": 2, "code": 75, "step": 5}
 
     hooks = {"slow_rows": 0.7, "signal": {"rank": 0, "at": ["rows", 5], "number": signal.SIGTERM}}
@@ -123,7 +117,7 @@ def test_errors_of_one_end_all(home):
     results = train(home, "differs", 2, f"run.dir={home}/differs", own=([], ["training.batch_size=16"]))
     assert [code for code, _ in results] == [2, 2], results
     for _, output in results:
-        assert "rank 1: training.batch_size: 16, on rank 0 8" in output and "Traceback" not in output
+        assert "rank 1: training.batch_size=16, but 8 on rank 0. All processes" in output and "Traceback" not in output
     assert not (home / "differs").exists()
 
     nowhere = [f"run.dir={home}/empty", f"data.path={home}/none.txt", f"data.corpus={home}/none"]
@@ -133,28 +127,34 @@ def test_errors_of_one_end_all(home):
     assert last_exit(home / "empty") == {"attempt": 1, "code": 2, "step": None}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_other(home, victim):
+def test_a_killed_process_ends_the_other(home):
     """Killed between steps, where no collective notices: the other is ended, and its last line says who had joined."""
-    port_of = ranks(2)
-    hooks = {"slow_rows": 40}
-    pair = [
-        Process(
-            home / f"killed_{victim}.{rank}.log", "tests.parallel.hooked",
-            [json.dumps({"rank": rank, **hooks}), "train", home / "tiny.yaml", *place, f"run.dir={home}/killed_{victim}"],
-            2, home / "compile_cache",
-        )
-        for rank, place in enumerate(port_of)
-    ]  # fmt: skip
-    with running(*pair):
-        pair[0].wait_for("step 0/8", 100)
-        pair[victim].popen.send_signal(signal.SIGKILL)
-        other = pair[1 - victim]
-        code = other.wait(60)
-        assert code not in (0, 75), other.output
-        host = os.uname().nodename
-        assert other.last_line.startswith(f"[rank {1 - victim}/2] "), other.output
-        assert other.last_line.endswith(f"joined: 0 ({host}), 1 ({host})"), other.output
+
+    def start(victim, rank, place):
+        hooks = json.dumps({"rank": rank, "slow_rows": 60})
+        arguments = [hooks, "train", home / "tiny.yaml", *place, f"run.dir={home}/killed_{victim}"]
+        log = home / f"killed_{victim}.{rank}.log"
+        return Process(log, "tests.parallel.hooked", arguments, 2, home / "compile_cache")
+
+    pairs = [[start(victim, rank, place) for rank, place in enumerate(ranks(2))] for victim in (0, 1)]
+    with running(*pairs[0], *pairs[1]):
+        for victim, pair in enumerate(pairs):
+            pair[0].wait_for("step 0/8", 100)
+            pair[victim].popen.send_signal(signal.SIGKILL)
+        for victim, pair in enumerate(pairs):
+            other, host = pair[1 - victim], os.uname().nodename
+            assert other.wait(60) not in (0, 75), other.output
+            assert other.last_line.startswith(f"[rank {1 - victim}/2] ended without a report"), other.output
+            assert other.last_line.endswith(f"joined: 0 ({host}), 1 ({host})"), other.output
+
+
+def test_a_failing_process_ends_the_other(home):
+    """One raises between two steps, alone, with a save on its way: its own code is 1, and the other does not hang."""
+    hooks = {"signal": {"rank": 1, "at": ["rows", 3], "number": 0}}
+    place = [f"run.dir={home}/failed", "training.checkpoint_every=3"]
+    (first, _), (second, output) = train(home, "failed", 2, *place, hooks=hooks, seconds=100)
+    assert second == 1 and "OSError: this disk is gone" in output and first not in (0, 75)
+    assert "[rank 1/2] left with exit code 1 before the others; joined: 0 (" in output
 
 
 def test_a_coordinator_that_is_not_there(home):
