@@ -20,7 +20,7 @@ from jax import Array
 from diffjax.config import KernelsConfig, ModelConfig
 from diffjax.kernels import dispatch
 from diffjax.kernels.precision import accumulation_dtype
-from diffjax.models import streams
+from diffjax.models import context_shards, streams
 from diffjax.models.backbone import Backbone, empty_context
 from diffjax.models.context import Context, capacity_of, grow
 from diffjax.models.layers import Projection, RMSNorm, parameter
@@ -50,14 +50,20 @@ class DenoiserModule(nn.Module):
 
     def __call__(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None, clean_head=False):
         """Tokens of either stream, or None -> (frontier logits, clean logits, contexts, auxiliary)."""
+        (clean, frontier), contexts, auxiliary = self.hidden(
+            clean, frontiers, clean_stream, frontier_stream, context, embedding
+        )
+        frontier_logits = None if frontier is None else self.logits(frontier)
+        clean_logits = self.logits(clean) if clean_head else None
+        return frontier_logits, clean_logits, contexts, auxiliary
+
+    def hidden(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None):
+        """Tokens of either stream, or None -> ((clean [B, T, D], frontier [B, F, G, D]), contexts, auxiliary)."""
         clean = None if clean is None else self.embed(clean)
         frontier = None if frontiers is None else self.embed(frontiers)
         if embedding is not None:
             frontier = frontier + embedding.astype(frontier.dtype)
-        (clean, frontier), contexts, auxiliary = self.layers(clean, frontier, clean_stream, frontier_stream, context)
-        frontier_logits = None if frontier is None else self.logits(frontier)
-        clean_logits = self.logits(clean) if clean_head else None
-        return frontier_logits, clean_logits, contexts, auxiliary
+        return self.layers(clean, frontier, clean_stream, frontier_stream, context)
 
     def logits(self, hidden: Array) -> Array:
         """[..., D] -> [..., V] in at least float32; the padded rows of the table are cut."""
@@ -189,15 +195,24 @@ class Denoiser:
         clean_valid = jnp.ones(clean.shape, bool) if clean_valid is None else clean_valid
         frontier_valid = jnp.ones(frontiers.shape, bool) if frontier_valid is None else frontier_valid
 
-        clean_blocks = blocks if clean_head else blocks - 1  # the last block is never a context
+        shards = context_shards.count()
+        if blocks % shards:
+            raise ValueError(f"{blocks} blocks of a row cannot be split evenly over {shards} shards of mesh axis context")
+        # The last block is never a context, but shards are of one size.
+        clean_blocks = blocks if clean_head or shards > 1 else blocks - 1
         clean_stream, document_start = streams.of_rows(
             segments, clean_valid, self.block_size, self.causal, clean_blocks
         )
         stream = streams.frontiers_of_rows(document_start, frontier_index, frontier_valid, self.block_size)
         tokens = clean[:, : clean_blocks * self.block_size] if clean_blocks else None
-        logits, clean_logits, _, auxiliary = self._apply(
-            params, tokens, frontiers, clean_stream, stream, embedding=embedding, clean_head=clean_head
+        backbone = functools.partial(self._apply, method="hidden")
+        if shards > 1:
+            backbone = context_shards.on_shards(backbone)
+        (clean_hidden, hidden), _, auxiliary = backbone(
+            params, tokens, frontiers, clean_stream, stream, embedding=embedding
         )
+        logits = self._apply(params, hidden, method="logits")
+        clean_logits = self._apply(params, clean_hidden, method="logits") if clean_head else None
         return logits, clean_logits, auxiliary
 
     def clean_logits(self, params: Params, tokens: Array) -> Array:
