@@ -118,8 +118,10 @@ class Split(NamedTuple):
 
 
 def split_over_mesh(body: Callable, splits_in, splits_out) -> Callable:
-    """`body` on each device's rows and heads, where the mesh has several devices; else `body` itself."""
+    """`body` on each device's rows and heads, where the mesh has several devices; else `body` itself. Inside a region
+    that holds some mesh axes already, the others are split."""
     mesh = jax.sharding.get_abstract_mesh()
+    free_axes = set(mesh.axis_names) - set(mesh.manual_axes)
     if mesh.empty or mesh.size == 1:
         return body
     is_split = lambda node: isinstance(node, Split)
@@ -143,7 +145,12 @@ def split_over_mesh(body: Callable, splits_in, splits_out) -> Callable:
 
         specs = lambda splits: jax.tree.map(spec, splits, is_leaf=is_split)
         return jax.shard_map(
-            summed, mesh=mesh, in_specs=specs(splits_in), out_specs=specs(splits_out), check_vma=False
+            summed,
+            mesh=mesh,
+            in_specs=specs(splits_in),
+            out_specs=specs(splits_out),
+            axis_names=free_axes,
+            check_vma=False,
         )(*args)
 
     return split_call

@@ -197,7 +197,7 @@ class Denoiser:
 
         shards = context_shards.count()
         if blocks % shards:
-            raise ValueError(f"{blocks} blocks of a row cannot be split evenly over {shards} shards of mesh axis context")
+            raise ValueError(f"{blocks} blocks of a row do not split evenly over the mesh axis context={shards}")
         # The last block is never a context, but shards are of one size.
         clean_blocks = blocks if clean_head or shards > 1 else blocks - 1
         clean_stream, document_start = streams.of_rows(

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from diffjax.config import Config, config_hash
+from diffjax.config import Config, check_context, config_hash
 from diffjax.data.batch import Batch
 from diffjax.errors import GuardStop, Preempted, UserError
 from diffjax.parallel import mesh as mesh_lib
@@ -147,6 +147,7 @@ def _check_batch(config: Config, mesh: Mesh) -> None:
             f"training.batch_size={config.training.batch_size} is not a multiple of training.microbatches * data * fsdp"
             f" = {config.training.microbatches} * {mesh.shape['data']} * {mesh.shape['fsdp']} = {parts}"
         )
+    check_context(config, mesh.shape["context"])
 
 
 def _compile(train_step, abstract: dict, placement: dict, job: Job, whole: list):
