@@ -117,6 +117,13 @@ class Split(NamedTuple):
     partial_sum: bool = False
 
 
+def parts_on_mesh(rows: list[int], heads: list[int]) -> tuple[int, int]:
+    """Into how many parts the mesh in force cuts arrays of so many rows and heads: what one device's kernel gets."""
+    mesh = jax.sharding.get_abstract_mesh()
+    part = lambda names, sizes: math.prod(mesh.shape[axis] for axis in _dividing_axes(mesh, names, sizes))
+    return part(BATCH_AXES, rows), part((HEAD_AXIS,), heads)
+
+
 def split_over_mesh(body: Callable, splits_in, splits_out) -> Callable:
     """`body` on each device's rows and heads, where the mesh has several devices; else `body` itself. Inside a region
     that holds some mesh axes already, the others are split."""
