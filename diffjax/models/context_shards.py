@@ -5,6 +5,9 @@ the rest of the row crosses here and nowhere else: convolution inputs and one st
 (attention), and what single frontiers read of the shard that owns their block. `axis()` tells a mixer whether it runs
 on shards at all; without one every exchange is the identity.
 
+An all-gather names the rows and heads of the other mesh axes, like a kernel: the compiler has no rule for one and
+would gather the rows of all devices.
+
 Under `check_vma=False` gradients of arrays that all shards hold are summed over the shards on the way out of the
 region, and cotangents of outputs that all shards hold arrive divided by their number.
 """
@@ -16,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from diffjax.kernels.dispatch import Split, split_over_mesh
 from diffjax.kernels.precision import accumulation_dtype, einsum
 from diffjax.models.streams import CleanStream, FrontierStream
 
@@ -33,42 +37,45 @@ def axis() -> str | None:
 
 
 def on_shards(backbone: Callable) -> Callable:
-    """`backbone(params, clean [B, L], frontiers [B, F, G], clean_stream, frontier_stream, embedding)` on each shard.
+    """`backbone(params, clean [B, L, D], frontier [B, F, G, D], clean_stream, frontier_stream)` on each shard.
 
-    It returns ((clean [B, L, D], frontier [B, F, G, D]), contexts, auxiliary), the last two without arrays. The clean
-    stream is split over tokens; frontiers are split with their blocks where there is one for each block, else every
-    shard holds all. Of the mesh only the axis `context` is taken by hand: data, fsdp and tensor stay the compiler's.
+    It returns ((clean, frontier), contexts, auxiliary), the last two without arrays. The clean stream is split over
+    tokens; frontiers are split with their blocks where there is one for each block, else every shard holds all. Of the
+    mesh only the axis `context` is taken by hand: data, fsdp and tensor stay the compiler's.
     """
 
-    def split_backbone(params, clean, frontiers, clean_stream: CleanStream, stream: FrontierStream, embedding=None):
+    def split_backbone(params, clean, frontier, clean_stream: CleanStream, stream: FrontierStream):
         whole, split = PartitionSpec(), PartitionSpec(None, AXIS)
         by_block = split if stream.index is None else whole
         clean_specs = CleanStream(split, split, split, split, split, whole, whole)
         clean_stream = clean_stream._replace(reset=clean_stream.reset[:, :-1])  # one for each block; the edge behind
 
-        def one_shard(params, clean, frontiers, clean_stream, stream, embedding):
+        def one_shard(params, clean, frontier, clean_stream, stream):
             reset = jnp.pad(clean_stream.reset, [(0, 0), (0, 1)])  # the shard's last block comes back here
             tokens = jnp.full_like(clean_stream.count, clean.shape[1])
             clean_stream = clean_stream._replace(reset=reset, count=tokens)
-            hidden, *others = backbone(params, clean, frontiers, clean_stream, stream, embedding=embedding)
+            hidden, *others = backbone(params, clean, frontier, clean_stream, stream)
             if jax.tree.leaves(others):
                 raise NotImplementedError("auxiliary outputs of shards have no rule yet that combines them")
             return hidden, *others
 
         return jax.shard_map(
             one_shard,
-            in_specs=(whole, split, by_block, clean_specs, by_block, by_block),
+            in_specs=(whole, split, by_block, clean_specs, by_block),
             out_specs=((split, by_block), whole, whole),
             axis_names={AXIS},
             check_vma=False,
-        )(params, clean, frontiers, clean_stream, stream, embedding)
+        )(params, clean, frontier, clean_stream, stream)
 
     return split_backbone
 
 
 def gather_tokens(array: Array) -> Array:
-    """[B, T / c, ...] of every shard -> [B, T, ...] on every shard."""
-    return array if axis() is None else jax.lax.all_gather(array, AXIS, axis=1, tiled=True)
+    """[B, T / c, H, P] of every shard -> [B, T, H, P] on every shard."""
+    if axis() is None:
+        return array
+    gather = lambda array: jax.lax.all_gather(array, AXIS, axis=1, tiled=True)
+    return split_over_mesh(gather, (Split(0, 2),), Split(0, 2))(array)
 
 
 def left_tail(array: Array, width: int) -> Array:
@@ -92,9 +99,13 @@ def entering_state(x: Array, dt: Array, A: Array, Bm: Array, reset: Array) -> Ar
     document. Each shard sends one state, what its tokens leave from zero, and one decay a head; the
     recurrence is associative, so that a sum over the shards to the left is their state. 2 P N FLOP a token and head.
     """
+
+    def exchange(*own):
+        return combine(*(jax.lax.all_gather(array, AXIS) for array in own), jax.lax.axis_index(AXIS))
+
     decay, state = summary(x, dt, A, Bm, reset)
-    decays, cuts, states = (jax.lax.all_gather(array, AXIS) for array in (decay, reset.any(axis=1), state))
-    return combine(decays, cuts, states, jax.lax.axis_index(AXIS))
+    splits = (Split(0, 1), Split(0), Split(0, 1)), Split(0, 1)
+    return split_over_mesh(exchange, *splits)(decay, reset.any(axis=1), state)
 
 
 def summary(x: Array, dt: Array, A: Array, Bm: Array, reset: Array) -> tuple[Array, Array]:

@@ -50,19 +50,22 @@ class DenoiserModule(nn.Module):
 
     def __call__(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None, clean_head=False):
         """Tokens of either stream, or None -> (frontier logits, clean logits, contexts, auxiliary)."""
-        (clean, frontier), contexts, auxiliary = self.hidden(
-            clean, frontiers, clean_stream, frontier_stream, context, embedding
-        )
+        hidden = self.embedded(clean, frontiers, embedding)
+        (clean, frontier), contexts, auxiliary = self.backbone(*hidden, clean_stream, frontier_stream, context)
         frontier_logits = None if frontier is None else self.logits(frontier)
         clean_logits = self.logits(clean) if clean_head else None
         return frontier_logits, clean_logits, contexts, auxiliary
 
-    def hidden(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None):
-        """Tokens of either stream, or None -> ((clean [B, T, D], frontier [B, F, G, D]), contexts, auxiliary)."""
+    def embedded(self, clean, frontiers, embedding=None):
+        """Tokens of either stream, or None -> (clean [B, T, D], frontier [B, F, G, D])."""
         clean = None if clean is None else self.embed(clean)
         frontier = None if frontiers is None else self.embed(frontiers)
         if embedding is not None:
             frontier = frontier + embedding.astype(frontier.dtype)
+        return clean, frontier
+
+    def backbone(self, clean, frontier, clean_stream, frontier_stream, context=None):
+        """Hidden states of either stream, or None -> ((clean, frontier), contexts, auxiliary)."""
         return self.layers(clean, frontier, clean_stream, frontier_stream, context)
 
     def logits(self, hidden: Array) -> Array:
@@ -205,12 +208,12 @@ class Denoiser:
         )
         stream = streams.frontiers_of_rows(document_start, frontier_index, frontier_valid, self.block_size)
         tokens = clean[:, : clean_blocks * self.block_size] if clean_blocks else None
-        backbone = functools.partial(self._apply, method="hidden")
+        clean_hidden, hidden = self._apply(params, tokens, frontiers, embedding, method="embedded")
+        backbone = functools.partial(self._apply, method="backbone")
         if shards > 1:
             backbone = context_shards.on_shards(backbone)
-        (clean_hidden, hidden), _, auxiliary = backbone(
-            params, tokens, frontiers, clean_stream, stream, embedding=embedding
-        )
+        layers = {"layers": params["layers"]}
+        (clean_hidden, hidden), _, auxiliary = backbone(layers, clean_hidden, hidden, clean_stream, stream)
         logits = self._apply(params, hidden, method="logits")
         clean_logits = self._apply(params, clean_hidden, method="logits") if clean_head else None
         return logits, clean_logits, auxiliary
