@@ -310,8 +310,11 @@ _RANGES = (
     (lambda value: 0 <= value <= 1, "must be in 0 .. 1", "optimizer.final_ratio sampling.threshold"),
     (lambda value: 0 <= value < 2**32, "must be in 0 .. 4294967295", "run.seed evaluation.seed sampling.seed"),
     (lambda value: value >= 8, "must be at least 8", "data.tokenizer.vocab_size"),
-    (lambda value: value == -1 or value >= 1, "must be at least 1, or -1 to fill", "mesh.data mesh.fsdp mesh.tensor"),
-    (lambda value: value == 1, "must be 1: a sequence is not spread over devices", "mesh.context"),
+    (
+        lambda value: value == -1 or value >= 1,
+        "must be at least 1, or -1 to fill",
+        "mesh.data mesh.fsdp mesh.tensor mesh.context",
+    ),
     (lambda value: value.strip() != "", "must name a folder", "run.dir"),
     (
         lambda value: value != "" and set(value) <= {"A", "M"},
@@ -329,8 +332,10 @@ _RANGES = (
         "mesh.topology",
     ),
     (
-        lambda value: re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", value)
-        and 0 < int(value.rpartition(":")[2]) < 2**16,
+        lambda value: (
+            re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", value)
+            and 0 < int(value.rpartition(":")[2]) < 2**16
+        ),
         "must be the host and port of process 0, such as 10.0.0.1:12321",
         "distributed.coordinator",
     ),
@@ -371,6 +376,7 @@ def _clashes(config: Config) -> Iterator[str]:
     yield from _schedule_clashes(config.optimizer, config.training)
     yield from _mesh_clashes(config.mesh, config.training)
     yield from _distributed_clashes(config.distributed)
+    yield from _context_clashes(config, config.mesh.context)
     if config.data.source != "python_stdlib" and not (config.data.path or config.data.corpus):
         yield f"data.source={config.data.source} needs data.path: the file or folder to read"
     if config.data.source == "python_stdlib" and config.data.path:
@@ -444,7 +450,7 @@ def _schedule_clashes(optimizer: OptimizerConfig, training: TrainingConfig) -> I
 
 
 def _mesh_clashes(mesh: MeshConfig, training: TrainingConfig) -> Iterator[str]:
-    filling = [f"mesh.{axis}" for axis in ("data", "fsdp", "tensor") if getattr(mesh, axis) == -1]
+    filling = [f"mesh.{axis}" for axis in ("data", "fsdp", "context", "tensor") if getattr(mesh, axis) == -1]
     if len(filling) > 1:
         yield f"{' and '.join(filling)} are both -1; one axis at most can fill"
     factors = {"training.microbatches": training.microbatches, "mesh.data": mesh.data, "mesh.fsdp": mesh.fsdp}
@@ -474,6 +480,21 @@ def _distributed_clashes(distributed: DistributedConfig) -> Iterator[str]:
         yield (
             f"distributed.process_id={distributed.process_id} must be below "
             f"distributed.num_processes={distributed.num_processes}: processes are numbered from 0"
+        )
+
+
+def check_context(config: Config, shards: int) -> None:
+    """Refuse a mesh whose context axis of `shards` devices cannot split a row into whole blocks (UserError)."""
+    for problem in _context_clashes(config, shards):
+        raise UserError(problem)
+
+
+def _context_clashes(config: Config, shards: int) -> Iterator[str]:
+    length, size = config.data.sequence_length, config.model.block_size
+    if shards > 1 and length % size == 0 and length % (shards * size):
+        yield (
+            f"data.sequence_length={length} is not a multiple of mesh.context={shards} * model.block_size={size} = "
+            f"{shards * size}: shards hold whole blocks; {_nearest_multiples(length, shards * size)}"
         )
 
 

@@ -350,7 +350,13 @@ def test_alias_to_itself_ends():
         ),
         ("mesh.fsdp=-1", "mesh.data and mesh.fsdp are both -1; one axis at most can fill"),
         ("mesh.fsdp=0", "mesh.fsdp=0 must be at least 1, or -1 to fill"),
-        ("mesh.context=2", "mesh.context=2 must be 1: a sequence is not spread over devices"),
+        ("mesh.context=0", "mesh.context=0 must be at least 1, or -1 to fill"),
+        ("mesh.context=-1", "mesh.data and mesh.context are both -1; one axis at most can fill"),
+        (
+            "mesh.context=3",
+            "data.sequence_length=256 is not a multiple of mesh.context=3 * model.block_size=16 = 48: shards hold "
+            "whole blocks; nearest: 240, 288",
+        ),
         (
             "mesh.topology=v5litepod",
             "mesh.topology=v5litepod must be a platform and a shape, such as v5e:16x16 or cpu:8",

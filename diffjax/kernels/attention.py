@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from jax import Array
 
 from diffjax.kernels import attention_pallas_tpu, attention_pallas_triton, attention_reference, attention_xla
-from diffjax.kernels.dispatch import Split, choose, run
+from diffjax.kernels.dispatch import Split, choose, parts_on_mesh, run
 
 BACKENDS = {
     "reference": attention_reference,
@@ -68,10 +68,17 @@ def block_attention(
     _check(q, k, v, lo, hi, own, structure)
     if q.size == 0:
         return q
+    row_parts, head_parts = parts_on_mesh([q.shape[0]], [q.shape[2], k.shape[2]])
+    local = lambda array: (
+        array.shape[0] // row_parts,
+        *array.shape[1:-2],
+        array.shape[-2] // head_parts,
+        array.shape[-1],
+    )
     call = {
-        "q_shape": q.shape,
-        "k_shape": k.shape,
-        "own_shape": None if own is None else own.k.shape,
+        "q_shape": local(q),
+        "k_shape": local(k),
+        "own_shape": None if own is None else local(own.k),
         "structure": structure,
         "block_size": block_size,
         "dtype": q.dtype,

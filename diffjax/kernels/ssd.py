@@ -23,7 +23,17 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from diffjax.kernels import ssd_pallas_tpu, ssd_pallas_triton, ssd_reference, ssd_xla
-from diffjax.kernels.dispatch import KERNELS, SAVED, Choice, Split, choose, local_platform, mesh_platform, run
+from diffjax.kernels.dispatch import (
+    KERNELS,
+    SAVED,
+    Choice,
+    Split,
+    choose,
+    local_platform,
+    mesh_platform,
+    parts_on_mesh,
+    run,
+)
 from diffjax.kernels.precision import accumulation_dtype
 from diffjax.kernels.ssd_boundary import Boundary, final_state, states_at
 from diffjax.kernels.ssd_stream import Stream, make_stream
@@ -222,7 +232,10 @@ def _check_shape(function: str, name: str, array, shape: tuple[int, ...]) -> Non
 
 def _choose(operation: str, backend: str, x, Bm, block_size: int, chunk: int | None) -> tuple[int, Choice]:
     """The chunk and the backends of one call."""
-    call = {"shape": x.shape, "groups": Bm.shape[2], "state": Bm.shape[3], "block_size": block_size, "dtype": x.dtype}
+    batch, length, heads, head_dim = x.shape
+    row_parts, head_parts = parts_on_mesh([batch], [heads])
+    local = (batch // row_parts, length, heads // head_parts, head_dim)
+    call = {"shape": local, "groups": Bm.shape[2], "state": Bm.shape[3], "block_size": block_size, "dtype": x.dtype}
     size_of = lambda name: chunk or BACKENDS[name].chunk_size(operation, block_size, x.shape[3], Bm.shape[3])
     refusal = lambda name, size: _refusal(operation, name, backend == "auto", chunk=size, **call)
     if backend == "auto":
