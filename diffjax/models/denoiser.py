@@ -20,7 +20,7 @@ from jax import Array
 from diffjax.config import KernelsConfig, ModelConfig
 from diffjax.kernels import dispatch
 from diffjax.kernels.precision import accumulation_dtype
-from diffjax.models import streams
+from diffjax.models import context_shards, streams
 from diffjax.models.backbone import Backbone, empty_context
 from diffjax.models.context import Context, capacity_of, grow
 from diffjax.models.layers import Projection, RMSNorm, parameter
@@ -49,16 +49,24 @@ class DenoiserModule(nn.Module):
             self.head = Projection(shape, axes, dtype, c.init_std, out_dtype=logits_dtype)
 
     def __call__(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None):
-        """Tokens of either stream, or None -> (hidden states of the frontiers, of the clean stream, contexts,
-        auxiliary)."""
+        """Tokens of either stream, or None -> hidden states (clean, frontier), contexts, auxiliary."""
+        hidden = self.embedded(clean, frontiers, embedding)
+        hidden, contexts, auxiliary = self.backbone(*hidden, clean_stream, frontier_stream, context)
+        if self.is_initializing():
+            self.logits(hidden[1])  # makes the parameters of the norm and the head
+        return hidden, contexts, auxiliary
+
+    def embedded(self, clean, frontiers, embedding=None):
+        """Tokens of either stream, or None -> (clean [B, T, D], frontier [B, F, G, D])."""
         clean = None if clean is None else self.embed(clean)
         frontier = None if frontiers is None else self.embed(frontiers)
         if embedding is not None:
             frontier = frontier + embedding.astype(frontier.dtype)
-        (clean, frontier), contexts, auxiliary = self.layers(clean, frontier, clean_stream, frontier_stream, context)
-        if self.is_initializing():
-            self.logits(frontier)  # makes the parameters of the norm and the head
-        return frontier, clean, contexts, auxiliary
+        return clean, frontier
+
+    def backbone(self, clean, frontier, clean_stream, frontier_stream, context=None):
+        """Hidden states of either stream, or None -> ((clean, frontier), contexts, auxiliary)."""
+        return self.layers(clean, frontier, clean_stream, frontier_stream, context)
 
     def logits(self, hidden: Array) -> Array:
         """[..., D] -> [..., V] in at least float32; the padded rows of the table are cut."""
@@ -192,20 +200,27 @@ class Denoiser:
         clean_valid = jnp.ones(clean.shape, bool) if clean_valid is None else clean_valid
         frontier_valid = jnp.ones(frontiers.shape, bool) if frontier_valid is None else frontier_valid
 
-        clean_blocks = blocks if clean_head else blocks - 1  # the last block is never a context
+        shards = context_shards.count()
+        if blocks % shards:
+            raise ValueError(f"{blocks} blocks of a row do not split evenly over the mesh axis context={shards}")
+        # The last block is never a context, but shards are of one size.
+        clean_blocks = blocks if clean_head or shards > 1 else blocks - 1
         clean_stream, document_start = streams.of_rows(
             segments, clean_valid, self.block_size, self.causal, clean_blocks
         )
         stream = streams.frontiers_of_rows(document_start, frontier_index, frontier_valid, self.block_size)
         tokens = clean[:, : clean_blocks * self.block_size] if clean_blocks else None
-        hidden, clean_hidden, _, auxiliary = self._apply(
-            params, tokens, frontiers, clean_stream, stream, embedding=embedding
-        )
+        clean_hidden, hidden = self._apply(params, tokens, frontiers, embedding, method="embedded")
+        backbone = functools.partial(self._apply, method="backbone")
+        if shards > 1:
+            backbone = context_shards.on_shards(backbone)
+        layers = {"layers": params["layers"]}
+        (clean_hidden, hidden), _, auxiliary = backbone(layers, clean_hidden, hidden, clean_stream, stream)
         return hidden, clean_hidden if clean_head else None, auxiliary
 
     def logits(self, params: Params, hidden: Array) -> Array:
         """Raw logits of hidden states, [..., D] -> [..., V] in at least float32."""
-        return self._apply(params, hidden, method=DenoiserModule.logits)
+        return self._apply(params, hidden, method="logits")
 
     def clean_logits(self, params: Params, tokens: Array) -> Array:
         """Next-token logits of the clean stream (causal prefix only), [B, T] -> [B, T, V]: j predicts token j + 1."""
@@ -213,7 +228,8 @@ class Denoiser:
         batch, length = tokens.shape
         start, count = jnp.zeros((batch,), jnp.int32), jnp.full((batch,), length, jnp.int32)
         stream = streams.after_context(start, length, count, self.block_size, self.causal)
-        return self.logits(params, self._apply(params, tokens, None, stream, None)[1])
+        (hidden, _), _, _ = self._apply(params, tokens, None, stream, None)
+        return self.logits(params, hidden)
 
     # Contexts
 
@@ -244,7 +260,7 @@ class Denoiser:
         if capacity is not None and not isinstance(after, jax.core.Tracer) and int(after.max()) > capacity:
             raise ValueError(f"a context of capacity {capacity} cannot hold {int(after.max())} tokens; grow it first")
         stream = streams.after_context(context.length, length, count, self.block_size, self.causal)
-        _, _, layers, _ = self._apply(params, tokens, None, stream, None, context=context.layers)
+        _, layers, _ = self._apply(params, tokens, None, stream, None, context=context.layers)
         return Context(after, layers)
 
     def denoise(
@@ -262,7 +278,7 @@ class Denoiser:
         valid = jnp.ones(block.shape, bool) if valid is None else valid
         stream = streams.frontier_after_context(context.length, valid[:, None])
         embedding = None if embedding is None else embedding[:, None]
-        hidden, _, _, _ = self._apply(
+        (_, hidden), _, _ = self._apply(
             params, None, block[:, None], None, stream, context=context.layers, embedding=embedding
         )
         logits = self.logits(params, hidden)

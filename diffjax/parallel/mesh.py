@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diffjax.config import MeshConfig
@@ -13,7 +14,7 @@ from diffjax.data.batch import Batch
 from diffjax.errors import UserError
 
 AXES = ("data", "fsdp", "context", "tensor")
-BATCH_AXES = ("data", "fsdp")
+BATCH_AXES, CONTEXT_AXIS = ("data", "fsdp"), "context"
 
 # Logical name of a parameter's dimension -> the mesh axis it is split over, or None where it stays whole.
 RULES: dict[str, str | tuple[str, ...] | None] = {
@@ -155,25 +156,40 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows are split over data and fsdp; everything else of a batch is whole."""
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+def batch_sharding(mesh: Mesh) -> Batch:
+    """Where each array of a batch lies: rows are split over data and fsdp, tokens and blocks of a row over context."""
+    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    tokens = NamedSharding(mesh, PartitionSpec(BATCH_AXES, CONTEXT_AXIS))
+    return Batch(tokens=tokens, segments=tokens, valid=tokens, scored=tokens, row=rows)
 
 
-def global_batch(read_rows: Callable[[np.ndarray], Batch], batch_size: int, sharding: NamedSharding) -> Batch:
-    """Assemble a global batch from the rows that this process's devices hold.
+def place_whole(tree, shardings):
+    """Host arrays, the same on every process, as global arrays; each device takes its part, nothing is sent around."""
+    place = lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x)[index])
+    return jax.tree.map(place, tree, shardings)
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """A global array as a host array on every process, all of which must call."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
+
+
+def global_batch(read_rows: Callable[[np.ndarray], Batch], batch_size: int, sharding: Batch) -> Batch:
+    """Assemble a global batch from the rows that this process's devices hold, each array in its `sharding`.
 
     read_rows(numbers [n] int) -> Batch of numpy arrays with those rows of the global batch, in that order.
     """
-    held = sharding.addressable_devices_indices_map((batch_size,)).values()
+    held = sharding.row.addressable_devices_indices_map((batch_size,)).values()
     numbers = np.unique(np.concatenate([np.arange(batch_size)[index] for index in held]))
     rows = read_rows(numbers)
 
-    def assemble(values: np.ndarray) -> jax.Array:
+    def assemble(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
         def part(index):
             wanted = np.arange(batch_size)[index[0]]
             return values[np.searchsorted(numbers, wanted)][(slice(None), *index[1:])]
 
         return jax.make_array_from_callback((batch_size, *values.shape[1:]), sharding, part)
 
-    return Batch(*map(assemble, rows))
+    return Batch(*map(assemble, rows, sharding))

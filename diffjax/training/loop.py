@@ -119,11 +119,12 @@ def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) 
             if journal.stuck:
                 journal.drain()
                 save(wait=True)
-                raise GuardStop(f"{journal.stuck}. The state of step {done} is saved; see {run_dir / 'rejects.jsonl'}")
+                where = run_dir / "rejects.jsonl"
+                raise GuardStop(f"{journal.stuck}. The state of step {done} is saved; see {where}", done)
             if stop.poll():
                 journal.drain()
                 save(wait=True)
-                raise Preempted(f"{stop.reason}: stopped at step {done} of {steps}; the state is saved")
+                raise Preempted(f"{stop.reason}: stopped at step {done} of {steps}; the state is saved", done)
             if done == steps:
                 break
             batch = mesh_lib.global_batch(partial(job.read_rows, done), training.batch_size, rows)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from diffjax.config import Config
+from diffjax.config import Config, check_context
 from diffjax.data.batch import Batch
 from diffjax.errors import UserError
 from diffjax.parallel import mesh as mesh_lib
@@ -105,16 +105,18 @@ def _check_batch(config: Config, mesh: Mesh) -> None:
             f"training.batch_size={config.training.batch_size} is not a multiple of training.microbatches * data * fsdp"
             f" = {config.training.microbatches} * {mesh.shape['data']} * {mesh.shape['fsdp']} = {parts}"
         )
+    check_context(config, mesh.shape["context"])
 
 
 def split(batch: Batch, count: int, mesh: Mesh | None = None) -> Batch:
-    """[B, ...] -> [k, B/k, ...]; row r goes to microbatch r % k, so every device keeps its own rows."""
+    """[B, ...] -> [k, B/k, ...]; row r goes to microbatch r % k, so every device keeps its own rows and tokens."""
 
     def one(x):
         x = jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
         if mesh is None:
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, mesh_lib.BATCH_AXES)))
+        axes = (None, mesh_lib.BATCH_AXES, mesh_lib.CONTEXT_AXIS)[: x.ndim]
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
     return jax.tree.map(one, batch)
 
@@ -213,8 +215,7 @@ def compile_step(train_step: Callable, abstract_state: dict, placement: dict, ab
         out_shardings=(placement, mesh_lib.replicated(mesh)),
         donate_argnames=("state",),
     )
-    batch = placed(abstract_batch, jax.tree.map(lambda _: rows, abstract_batch))
-    return jitted.lower(placed(abstract_state, placement), batch).compile()
+    return jitted.lower(placed(abstract_state, placement), placed(abstract_batch, rows)).compile()
 
 
 def donated_share(compiled, abstract_state: dict, placement: dict) -> float:

@@ -25,7 +25,7 @@ HloModule jit_f, entry_computation_layout={(f32[4,8]{1,0})->f32[32,8]{1,0}}
 
 %fused (p: bf16[1,10,768]) -> bf16[1,2560,768] {
   %q = bf16[1,10,768]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
-  ROOT %all-gather.7 = bf16[1,2560,768]{2,0,1:T(2,128)(2,1)S(1)} all-gather(%q), channel_id=298, metadata={op_name="mlp"}
+  ROOT %gather.7 = bf16[1,2560,768]{2,0,1:T(2,128)(2,1)S(1)} all-gather(%q), channel_id=298, metadata={op_name="mlp"}
 }
 
 %fused.1 (p: bf16[1,10,768]) -> bf16[1,2560,768] {
