@@ -115,13 +115,25 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MultipliersConfig:
+    attention: float = warn(1.0)  # mixers, with the norms inside them
+    mamba: float = warn(1.0)
+    mlp: float = warn(1.0)
+    embedding: float = warn(1.0)
+    head: float = warn(1.0)
+    norm: float = warn(1.0)  # before mixers, MLPs and head
+
+
+@dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    name: Literal["adamw"] = refuse("adamw")
+    name: Literal["adamw", "muon", "adafactor"] = refuse("adamw")
     learning_rate: float = warn(1e-3)
-    schedule: Literal["cosine", "wsd", "constant"] = warn("cosine")
+    learning_rate_multipliers: MultipliersConfig = warn(MultipliersConfig)
+    schedule: Literal["cosine", "wsd", "rsqrt", "constant"] = warn("cosine")
     schedule_steps: int | None = warn(None)
     warmup_steps: int = warn(20)
     decay_steps: int = warn(0)
+    decay_shape: Literal["linear", "1-sqrt"] = warn("linear")
     final_ratio: float = warn(0.1)
     beta1: float = warn(0.9)
     beta2: float = warn(0.95)
@@ -265,6 +277,9 @@ _RANGES = (
         lambda value: value >= 0,
         "must be at least 0",
         "optimizer.warmup_steps optimizer.decay_steps optimizer.weight_decay objective.autoregressive "
+        "optimizer.learning_rate_multipliers.attention optimizer.learning_rate_multipliers.mamba "
+        "optimizer.learning_rate_multipliers.mlp optimizer.learning_rate_multipliers.embedding "
+        "optimizer.learning_rate_multipliers.head optimizer.learning_rate_multipliers.norm "
         "sampling.temperature mesh.max_replicated_bytes",
     ),
     (
@@ -388,7 +403,7 @@ def _objective_clashes(objective: ObjectiveConfig, model: ModelConfig, data: Dat
 
 
 def _schedule_clashes(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
-    if optimizer.schedule == "constant":
+    if optimizer.schedule in ("constant", "rsqrt"):
         return
     ramps = {"optimizer.warmup_steps": optimizer.warmup_steps}
     if optimizer.schedule == "wsd":

@@ -16,6 +16,7 @@ from diffjax.errors import GuardStop, Preempted, UserError
 from diffjax.parallel import mesh as mesh_lib
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.journal import Journal
+from diffjax.training.optimizer import describe as describe_optimizer
 from diffjax.training.start import describe, find_start, stored_meta
 from diffjax.training.step import compile_step, donated_share, make_init, make_train_step, state_shardings
 from diffjax.training.stop import StopRequest
@@ -65,8 +66,9 @@ def fit(job: Job) -> Outcome:
     run_dir, steps = Path(config.run.dir), config.training.steps
     _check_batch(config, mesh)
 
-    abstract = jax.eval_shape(make_init(config, job.denoiser.init), jax.random.key(config.run.seed))
-    param_placement = mesh_lib.shardings(abstract["params"], job.denoiser.logical_axes(), mesh)
+    axes = job.denoiser.logical_axes()
+    abstract = jax.eval_shape(make_init(config, job.denoiser.init, axes), jax.random.key(config.run.seed))
+    param_placement = mesh_lib.shardings(abstract["params"], axes, mesh)
     placement = state_shardings(config, abstract, param_placement, mesh)
     whole = mesh_lib.whole_leaves(abstract["params"], param_placement)
     mesh_lib.check_whole_leaves(config.mesh, mesh, whole)
@@ -82,7 +84,8 @@ def fit(job: Job) -> Outcome:
                 print(f"already at step {meta['step']} of {steps}; a larger training.steps continues")
                 return Outcome(meta["step"], None, meta["tokens_seen"])
 
-            train_step = make_train_step(config, job.objective, job.draw_noise, mesh, param_placement)
+            train_step = make_train_step(config, job.objective, job.draw_noise, mesh, param_placement, axes)
+            print(*describe_optimizer(config.optimizer, abstract["params"], axes), sep="\n")
             step_fn = _compile(train_step, abstract, placement, job, whole)
             start = find_start(config, job.denoiser, target, placement, checkpoints, job.identities, print)
             print(f"starting at step {start.step} of {steps} from {start.source}")

@@ -76,8 +76,9 @@ def find_start(
     if restored is not None:
         return Start(_calm(restored.state), restored.step, restored.meta["tokens_seen"], restored.source)
     if config.checkpoint.init_from:
-        return _from_other_run(config, target, placement, identities, say)
-    state = init_sharded(make_init(config, denoiser.init), placement, jax.random.key(config.run.seed))
+        return _from_other_run(config, denoiser, target, placement, identities, say)
+    init = make_init(config, denoiser.init, denoiser.logical_axes())
+    state = init_sharded(init, placement, jax.random.key(config.run.seed))
     return Start(state, 0, 0, "scratch")
 
 
@@ -87,7 +88,7 @@ def _calm(state: dict) -> dict:
     return {**state, "guard": state["guard"]._replace(consecutive=jax.device_put(np.int32(0), old.sharding))}
 
 
-def _from_other_run(config: Config, target, placement, identities, say) -> Start:
+def _from_other_run(config: Config, denoiser, target, placement, identities, say) -> Start:
     name, _, step = config.checkpoint.init_from.partition("@")
     if step and not step.isdecimal():
         raise UserError(f"checkpoint.init_from={config.checkpoint.init_from}: expected RUN or RUN@STEP, STEP a number")
@@ -107,7 +108,7 @@ def _from_other_run(config: Config, target, placement, identities, say) -> Start
         restored = other.restore({entry: target["params"]}, step=number)
     finally:
         other.close()
-    optimizer = make_optimizer(config.optimizer)
+    optimizer = make_optimizer(config.optimizer, denoiser.logical_axes())
     state = init_sharded(lambda params: fresh_state(config, optimizer, params), placement, restored.state[entry])
     return Start(state, 0, 0, f"weights of {restored.source}")
 
