@@ -74,9 +74,9 @@ def scale_by_second_moment(layouts, beta2: float, epsilon: float) -> optax.Gradi
             jax.tree.map(whole, squares, layouts, state.whole),
         )
         scale = by_kind(
-            lambda g, layout, row, column, _: g
-            * jax.lax.rsqrt(row / row.mean(layout.inputs, keepdims=True))
-            * jax.lax.rsqrt(column),
+            lambda g, layout, row, column, _: (
+                g * jax.lax.rsqrt(row / row.mean(layout.inputs, keepdims=True)) * jax.lax.rsqrt(column)
+            ),
             lambda g, layout, row, column, v: g * jax.lax.rsqrt(v),
         )
         scaled = jax.tree.map(scale, gradients, layouts, new.rows, new.columns, new.whole)
