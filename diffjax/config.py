@@ -312,8 +312,10 @@ _RANGES = (
         "mesh.topology",
     ),
     (
-        lambda value: re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", value)
-        and 0 < int(value.rpartition(":")[2]) < 2**16,
+        lambda value: (
+            re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", value)
+            and 0 < int(value.rpartition(":")[2]) < 2**16
+        ),
         "must be the host and port of process 0, such as 10.0.0.1:12321",
         "distributed.coordinator",
     ),
