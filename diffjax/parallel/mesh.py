@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diffjax.config import MeshConfig
 from diffjax.data.batch import Batch
@@ -38,6 +39,17 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     The axes are always of type Auto: under Explicit, embedding lookups and cross-entropy on a split vocabulary raise.
     """
     devices = jax.devices() if devices is None else list(devices)
+    sizes = mesh_sizes(config, len(devices))
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def make_abstract_mesh(config: MeshConfig, devices: int) -> AbstractMesh:
+    """The mesh of so many devices without the devices: enough for shapes and shardings."""
+    return AbstractMesh(mesh_sizes(config, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def mesh_sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
+    """The sizes of the axes over exactly so many devices. Raises UserError where they do not multiply to that."""
     sizes = [getattr(config, axis) for axis in AXES]
     for axis, size in zip(AXES, sizes, strict=True):
         if size == 0 or size < -1:
@@ -46,18 +58,18 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
         open_axes = ", ".join(f"mesh.{axis}" for axis, size in zip(AXES, sizes, strict=True) if size == -1)
         raise UserError(f"mesh: only one axis can be -1, but {open_axes} are")
     fixed = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes and len(devices) % fixed == 0:
-        sizes[sizes.index(-1)] = len(devices) // fixed
+    if -1 in sizes and devices % fixed == 0:
+        sizes[sizes.index(-1)] = devices // fixed
     elif -1 in sizes:
         raise UserError(
-            f"mesh: the fixed axes multiply to {fixed}, which does not divide the {len(devices)} devices present"
+            f"mesh: the fixed axes multiply to {fixed}, which does not divide the {devices} devices present"
         )
-    if math.prod(sizes) != len(devices):
+    if math.prod(sizes) != devices:
         raise UserError(
-            f"mesh: {'*'.join(AXES)} = {math.prod(sizes)}, but {len(devices)} devices are present; "
+            f"mesh: {'*'.join(AXES)} = {math.prod(sizes)}, but {devices} devices are present; "
             "set one axis to -1 to fill"
         )
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return tuple(sizes)
 
 
 def leaf_path(path: tuple) -> str:
@@ -144,11 +156,30 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows are split over data and fsdp; everything else is whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
 def batch_sharding(mesh: Mesh) -> Batch:
     """Where each array of a batch lies: rows are split over data and fsdp, tokens and blocks of a row over context."""
-    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    rows = row_sharding(mesh)
     tokens = NamedSharding(mesh, PartitionSpec(BATCH_AXES, CONTEXT_AXIS))
     return Batch(tokens=tokens, segments=tokens, valid=tokens, scored=tokens, row=rows)
+
+
+def place_whole(tree, sharding: NamedSharding):
+    """Host arrays, the same on every process, as global arrays; each device takes its part, nothing is sent around."""
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x)[index]), tree
+    )
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """A global array as a host array on every process, all of which must call."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
 
 
 def global_batch(read_rows: Callable[[np.ndarray], Batch], batch_size: int, sharding: Batch) -> Batch:
