@@ -49,12 +49,13 @@ class DenoiserModule(nn.Module):
             self.head = Projection(shape, axes, dtype, c.init_std, out_dtype=logits_dtype)
 
     def __call__(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None):
-        """Tokens of either stream, or None -> hidden states (clean, frontier), contexts, auxiliary."""
+        """Tokens of either stream, or None -> (hidden states of the frontiers, of the clean stream, contexts,
+        auxiliary)."""
         hidden = self.embedded(clean, frontiers, embedding)
-        hidden, contexts, auxiliary = self.backbone(*hidden, clean_stream, frontier_stream, context)
+        (clean, frontier), contexts, auxiliary = self.backbone(*hidden, clean_stream, frontier_stream, context)
         if self.is_initializing():
-            self.logits(hidden[1])  # makes the parameters of the norm and the head
-        return hidden, contexts, auxiliary
+            self.logits(frontier)  # makes the parameters of the norm and the head
+        return frontier, clean, contexts, auxiliary
 
     def embedded(self, clean, frontiers, embedding=None):
         """Tokens of either stream, or None -> (clean [B, T, D], frontier [B, F, G, D])."""
@@ -220,7 +221,7 @@ class Denoiser:
 
     def logits(self, params: Params, hidden: Array) -> Array:
         """Raw logits of hidden states, [..., D] -> [..., V] in at least float32."""
-        return self._apply(params, hidden, method="logits")
+        return self._apply(params, hidden, method=DenoiserModule.logits)
 
     def clean_logits(self, params: Params, tokens: Array) -> Array:
         """Next-token logits of the clean stream (causal prefix only), [B, T] -> [B, T, V]: j predicts token j + 1."""

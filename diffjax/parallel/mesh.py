@@ -156,14 +156,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows are split over data and fsdp; everything else is whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
 def batch_sharding(mesh: Mesh) -> Batch:
     """Where each array of a batch lies: rows are split over data and fsdp, tokens and blocks of a row over context."""
-    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    rows = row_sharding(mesh)
     tokens = NamedSharding(mesh, PartitionSpec(BATCH_AXES, CONTEXT_AXIS))
     return Batch(tokens=tokens, segments=tokens, valid=tokens, scored=tokens, row=rows)
 
 
-def place_whole(tree, shardings):
+def place_whole(tree, sharding: NamedSharding):
     """Host arrays, the same on every process, as global arrays; each device takes its part, nothing is sent around."""
     place = lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x)[index])
     return jax.tree.map(place, tree, shardings)
