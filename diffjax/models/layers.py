@@ -54,9 +54,7 @@ class Projection(nn.Module):
     def __call__(self, x: Array) -> Array:
         kernel = parameter(self, "kernel", nn.initializers.normal(self.std), self.shape, self.axes)
         rows, columns = math.prod(self.shape[: self.contract]), math.prod(self.shape[self.contract :])
-        lead = x.shape[
-            : x.ndim - self.contract
-        ]  # kept apart: merged, dimensions that lie on mesh axes would be gathered
+        lead = x.shape[: x.ndim - self.contract]  # not merged: the compiler would gather what lies on mesh axes
         x = x.reshape(*lead, rows).astype(self.dtype)
         y = matmul(x, kernel.reshape(rows, columns), self.out_dtype or self.dtype)
         return y.reshape(*lead, *self.shape[self.contract :])

@@ -188,7 +188,6 @@ def _state_bytes(config: Config, layout: Layout, mesh) -> dict[str, int]:
     """Bytes a device of what lives from step to step, and of the batch and one set of gradients."""
     state, placement = layout.state, layout.placement
     batch = abstract_batch(config.training.batch_size, config.data.sequence_length, config.model.block_size)
-    rows = mesh_lib.batch_sharding(mesh)
     names = {"params": "parameters", "opt": "optimizer", "ema": "average"}
     sizes = {name: bytes_on_a_device(state[key], placement[key]) for key, name in names.items() if key in state}
     rest = [key for key in state if key not in names]

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import pytest
 
 from diffjax.config import Config, KernelsConfig, MambaConfig, ModelConfig
 from diffjax.data.batch import abstract_batch
