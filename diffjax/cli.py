@@ -1,7 +1,7 @@
 """The command line: `diffjax VERB`. Parses, calls the function of the same name, reports; no logic of its own.
 
-Exit codes: 0 done, 1 unexpected error (traceback), 2 the user's input is wrong, 4 the guard stopped the run,
-75 asked to stop, state saved, start me again, 130 interrupted, 141 the reader of our output went away.
+Exit codes: 0 done, 1 unexpected error (traceback), 2 the user's input is wrong, 3 a plan that does not fit, 4 the guard
+stopped the run, 75 asked to stop, state saved, start me again, 130 interrupted, 141 the reader of our output went away.
 JAX is imported by the verbs' functions, not here, so that help and config errors appear at once.
 """
 
@@ -20,10 +20,9 @@ from pathlib import Path
 
 from diffjax import __version__
 from diffjax.config import load_config, to_dict
-from diffjax.errors import GuardStop, Preempted, UserError
+from diffjax.errors import EXIT_CODES, UserError, exit_code
 from diffjax.huge_pages import restart_with_huge_pages
 
-EXIT_CODES = {UserError: 2, GuardStop: 4, Preempted: 75, KeyboardInterrupt: 130}
 BROKEN_PIPE = 141
 
 
@@ -31,6 +30,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb and return its exit code. Reads sys.argv when `argv` is None."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     arguments.own_process = argv is None
+    code = _report(arguments)
+    joined = _joined()
+    return joined.leave(code, together=code in (0, 4, 75)) if joined else code
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    """Call the verb and tell how it ended: the exit code."""
     output = sys.stdout
     try:
         try:
@@ -39,10 +45,10 @@ def main(argv: list[str] | None = None) -> int:
                 result = VERBS[arguments.verb].call(arguments)
             code = getattr(result, "exit_code", 0)
         except tuple(EXIT_CODES) as error:
-            code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+            code = exit_code(error)
             result = {"error": str(error) or "interrupted", "exit_code": code}
             print(result["error"], file=sys.stderr)
-        if arguments.json:
+        if arguments.json and _is_first():
             print(json.dumps(_plain(result), allow_nan=False), file=output)
         output.flush()
         return code
@@ -52,15 +58,31 @@ def main(argv: list[str] | None = None) -> int:
         return BROKEN_PIPE
     except Exception as error:
         traceback.print_exc()
-        if arguments.json:
+        if arguments.json and _is_first():
             print(json.dumps({"error": repr(error), "exit_code": 1}), file=output)
         return 1
+
+
+def _joined():
+    """The module through which this process joined others; None where no verb came so far as to import it."""
+    return sys.modules.get("diffjax.parallel.distributed")
+
+
+def _is_first() -> bool:
+    return _joined() is None or _joined().rank() == 0
+
+
+class _OnStderr(logging.Handler):
+    """Writes to what standard error is at that moment: it changes when a process learns its rank."""
+
+    def emit(self, record):
+        print(self.format(record), file=sys.stderr)
 
 
 @contextlib.contextmanager
 def _log_on_stderr():
     """The package's log lines (which kernel runs, and why) appear on standard error."""
-    log, handler = logging.getLogger("diffjax"), logging.StreamHandler(sys.stderr)
+    log, handler = logging.getLogger("diffjax"), _OnStderr()
     log.setLevel(logging.INFO)
     log.propagate = False  # a library may have put a handler on the root
     log.addHandler(handler)
@@ -87,6 +109,27 @@ def _prepare(arguments):
     from diffjax.data.prepare import prepare
 
     return prepare(config).manifest
+
+
+def _plan(arguments):
+    config = load_config(arguments.config, arguments.overrides)
+    from diffjax.parallel.chips import ENVIRONMENT, topology
+
+    if (name := arguments.topology or config.mesh.topology) is not None:
+        topology(name)  # a wrong name is told at once
+    os.environ.update(ENVIRONMENT)
+    from diffjax.parallel.plan import plan
+    from diffjax.parallel.plan_text import text
+
+    result = plan(
+        config,
+        name,
+        compiled=arguments.compile or arguments.every_remat,
+        every_remat=arguments.every_remat,
+        lengths=arguments.lengths,
+    )
+    print(text(result))
+    return result
 
 
 def _sample(arguments):
@@ -202,6 +245,11 @@ VERBS = {
         "make the tokenizer and the corpus of a config, apart from training",
         "diffjax prepare configs/quickstart.yaml",
     ),
+    "plan": _Verb(
+        _plan,
+        "say what a config needs on devices that are not here: memory, FLOPs, context sizes",
+        "diffjax plan configs/seed_3b_hybrid.yaml --topology v5e:16x16 --compile",
+    ),
     "sample": _Verb(
         _sample,
         "continue prompts with a trained run; blocks appear as they are finished",
@@ -250,6 +298,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv[:1])
 
 
+def _lengths(text: str) -> tuple[int, ...]:
+    numbers = text.split(",")
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise argparse.ArgumentTypeError(f"'{text}' is no list of token counts such as 4096,262144")
+    return tuple(map(int, numbers))
+
+
 def _verb_parser(name: str) -> argparse.ArgumentParser:
     verb = VERBS[name]
     parser = argparse.ArgumentParser(
@@ -266,6 +321,19 @@ def _verb_parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output, nothing else")
     if name == "sample":
         parser.add_argument("--prompt", action="append", help="text to continue; may be repeated (default: empty)")
+    if name == "plan":
+        parser.add_argument(
+            "--topology", metavar="NAME", help="such as v5e:16x16, h100:8, cpu:8 (the key mesh.topology)"
+        )
+        parser.add_argument(
+            "--compile", action="store_true", help="compile the train step for it: true memory, traffic"
+        )
+        parser.add_argument(
+            "--every-remat", action="store_true", help="compile it under every rematerialisation policy"
+        )
+        parser.add_argument(
+            "--lengths", type=_lengths, default=(), metavar="N,N", help="tokens at which to report a context's size"
+        )
     if name == "evaluate":
         parser.add_argument("--suite", choices=["likelihood"], default="likelihood", help="what to measure")
     for flag, text in verb.flags.items():

@@ -80,6 +80,7 @@ class ModelConfig:
 class KernelsConfig:
     ssd: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_triton"] = free("auto")
     attention: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_triton"] = free("auto")
+    cross_entropy_chunk: int | None = free(None)  # tokens of a row whose logits exist at one time; null: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +116,25 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MultipliersConfig:
+    attention: float = warn(1.0)  # mixers, with the norms inside them
+    mamba: float = warn(1.0)
+    mlp: float = warn(1.0)
+    embedding: float = warn(1.0)
+    head: float = warn(1.0)
+    norm: float = warn(1.0)  # before mixers, MLPs and head
+
+
+@dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    name: Literal["adamw"] = refuse("adamw")
+    name: Literal["adamw", "muon", "adafactor"] = refuse("adamw")
     learning_rate: float = warn(1e-3)
-    schedule: Literal["cosine", "wsd", "constant"] = warn("cosine")
+    learning_rate_multipliers: MultipliersConfig = warn(MultipliersConfig)
+    schedule: Literal["cosine", "wsd", "rsqrt", "constant"] = warn("cosine")
     schedule_steps: int | None = warn(None)
     warmup_steps: int = warn(20)
     decay_steps: int = warn(0)
+    decay_shape: Literal["linear", "1-sqrt"] = warn("linear")
     final_ratio: float = warn(0.1)
     beta1: float = warn(0.9)
     beta2: float = warn(0.95)
@@ -168,6 +181,17 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DistributedConfig:
+    mode: Literal["auto", "explicit", "slurm", "kubernetes", "tpu", "none"] = free("auto")
+    coordinator: str | None = free(None)  # host:port of process 0
+    num_processes: int | None = free(None)
+    process_id: int | None = free(None)
+    init_timeout_s: int = free(300)
+    heartbeat_timeout_s: int = free(100)
+    shutdown_timeout_s: int = free(300)
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationConfig:
     rows: int | None = free(None)
     batch_size: int = free(16)
@@ -209,6 +233,7 @@ class Config:
     training: TrainingConfig = warn(TrainingConfig)
     checkpoint: CheckpointConfig = free(CheckpointConfig)
     mesh: MeshConfig = free(MeshConfig)
+    distributed: DistributedConfig = free(DistributedConfig)
     evaluation: EvaluationConfig = free(EvaluationConfig)
     sampling: SamplingConfig = free(SamplingConfig)
     tracking: TrackingConfig = free(TrackingConfig)
@@ -256,16 +281,22 @@ _RANGES = (
         "must be at least 1",
         "model.layers model.width model.block_size model.heads model.kv_heads model.head_dim model.mlp_width "
         "model.mamba.heads model.mamba.head_dim model.mamba.state model.mamba.conv model.mamba.groups "
+        "kernels.cross_entropy_chunk "
         "data.sequence_length training.steps training.batch_size training.microbatches training.log_every "
         "training.evaluate_every training.checkpoint_every optimizer.schedule_steps guard.spike_window "
         "guard.max_consecutive checkpoint.keep_last checkpoint.keep_every evaluation.rows evaluation.batch_size "
-        "evaluation.samples evaluation.replicates sampling.steps sampling.blocks data.tokenizer.sample_bytes",
+        "evaluation.samples evaluation.replicates sampling.steps sampling.blocks data.tokenizer.sample_bytes "
+        "distributed.num_processes distributed.init_timeout_s distributed.heartbeat_timeout_s "
+        "distributed.shutdown_timeout_s",
     ),
     (
         lambda value: value >= 0,
         "must be at least 0",
         "optimizer.warmup_steps optimizer.decay_steps optimizer.weight_decay objective.autoregressive "
-        "sampling.temperature mesh.max_replicated_bytes",
+        "optimizer.learning_rate_multipliers.attention optimizer.learning_rate_multipliers.mamba "
+        "optimizer.learning_rate_multipliers.mlp optimizer.learning_rate_multipliers.embedding "
+        "optimizer.learning_rate_multipliers.head optimizer.learning_rate_multipliers.norm "
+        "sampling.temperature mesh.max_replicated_bytes distributed.process_id",
     ),
     (
         lambda value: value > 0,
@@ -279,8 +310,11 @@ _RANGES = (
     (lambda value: 0 <= value <= 1, "must be in 0 .. 1", "optimizer.final_ratio sampling.threshold"),
     (lambda value: 0 <= value < 2**32, "must be in 0 .. 4294967295", "run.seed evaluation.seed sampling.seed"),
     (lambda value: value >= 8, "must be at least 8", "data.tokenizer.vocab_size"),
-    (lambda value: value == -1 or value >= 1, "must be at least 1, or -1 to fill", "mesh.data mesh.fsdp mesh.tensor"),
-    (lambda value: value == 1, "must be 1: a sequence is not spread over devices", "mesh.context"),
+    (
+        lambda value: value == -1 or value >= 1,
+        "must be at least 1, or -1 to fill",
+        "mesh.data mesh.fsdp mesh.tensor mesh.context",
+    ),
     (lambda value: value.strip() != "", "must name a folder", "run.dir"),
     (
         lambda value: value != "" and set(value) <= {"A", "M"},
@@ -296,6 +330,14 @@ _RANGES = (
         lambda value: re.fullmatch(r"[a-z0-9]+:[0-9]+(x[0-9]+)*", value),
         "must be a platform and a shape, such as v5e:16x16 or cpu:8",
         "mesh.topology",
+    ),
+    (
+        lambda value: (
+            re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", value)
+            and 0 < int(value.rpartition(":")[2]) < 2**16
+        ),
+        "must be the host and port of process 0, such as 10.0.0.1:12321",
+        "distributed.coordinator",
     ),
 )
 
@@ -333,6 +375,8 @@ def _clashes(config: Config) -> Iterator[str]:
     yield from _objective_clashes(config.objective, config.model, config.data)
     yield from _schedule_clashes(config.optimizer, config.training)
     yield from _mesh_clashes(config.mesh, config.training)
+    yield from _context_clashes(config, config.mesh.context)
+    yield from _distributed_clashes(config.distributed)
     if config.data.source != "python_stdlib" and not (config.data.path or config.data.corpus):
         yield f"data.source={config.data.source} needs data.path: the file or folder to read"
     if config.data.source == "python_stdlib" and config.data.path:
@@ -388,7 +432,7 @@ def _objective_clashes(objective: ObjectiveConfig, model: ModelConfig, data: Dat
 
 
 def _schedule_clashes(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
-    if optimizer.schedule == "constant":
+    if optimizer.schedule in ("constant", "rsqrt"):
         return
     ramps = {"optimizer.warmup_steps": optimizer.warmup_steps}
     if optimizer.schedule == "wsd":
@@ -406,7 +450,7 @@ def _schedule_clashes(optimizer: OptimizerConfig, training: TrainingConfig) -> I
 
 
 def _mesh_clashes(mesh: MeshConfig, training: TrainingConfig) -> Iterator[str]:
-    filling = [f"mesh.{axis}" for axis in ("data", "fsdp", "tensor") if getattr(mesh, axis) == -1]
+    filling = [f"mesh.{axis}" for axis in ("data", "fsdp", "context", "tensor") if getattr(mesh, axis) == -1]
     if len(filling) > 1:
         yield f"{' and '.join(filling)} are both -1; one axis at most can fill"
     factors = {"training.microbatches": training.microbatches, "mesh.data": mesh.data, "mesh.fsdp": mesh.fsdp}
@@ -416,6 +460,41 @@ def _mesh_clashes(mesh: MeshConfig, training: TrainingConfig) -> Iterator[str]:
         yield (
             f"training.batch_size={training.batch_size} is not a multiple of {' * '.join(factors)} = {product}; "
             f"{_nearest_multiples(training.batch_size, product)}"
+        )
+
+
+def check_context(config: Config, shards: int) -> None:
+    """Refuse a mesh whose context axis of `shards` devices cannot split a row into whole blocks (UserError)."""
+    for problem in _context_clashes(config, shards):
+        raise UserError(problem)
+
+
+def _context_clashes(config: Config, shards: int) -> Iterator[str]:
+    length, size = config.data.sequence_length, config.model.block_size
+    if shards > 1 and length % size == 0 and length % (shards * size):
+        yield (
+            f"data.sequence_length={length} is not a multiple of mesh.context={shards} * model.block_size={size} = "
+            f"{shards * size}: shards hold whole blocks; {_nearest_multiples(length, shards * size)}"
+        )
+
+
+def _distributed_clashes(distributed: DistributedConfig) -> Iterator[str]:
+    keys = ("coordinator", "num_processes", "process_id")
+    given = [f"distributed.{key}" for key in keys if getattr(distributed, key) is not None]
+    missing = [f"distributed.{key}" for key in keys if getattr(distributed, key) is None]
+    if distributed.mode == "explicit" and missing:
+        yield f"distributed.mode=explicit needs {' and '.join(missing)}"
+    elif distributed.mode == "auto" and given and missing:
+        yield f"{' and '.join(given)} given without {' and '.join(missing)}; give all three or none"
+    elif distributed.mode not in ("auto", "explicit") and given:
+        yield (
+            f"{' and '.join(given)} not read by distributed.mode={distributed.mode}; "
+            "set distributed.mode=explicit or leave them out"
+        )
+    if not missing and distributed.process_id >= distributed.num_processes:
+        yield (
+            f"distributed.process_id={distributed.process_id} must be below "
+            f"distributed.num_processes={distributed.num_processes}: processes are numbered from 0"
         )
 
 

@@ -1,7 +1,7 @@
 """Train, evaluate, sample, load a run: the parts wired together. The verbs of the command line call these functions.
 
 A run folder holds config.yaml (resolved), tokenizer.model, metrics.jsonl, rejects.jsonl (when a step was rejected),
-checkpoints/, samples/ and summary.json.
+checkpoints/, samples/, summary.json and last_exit.json.
 """
 
 import contextlib
@@ -19,30 +19,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from diffjax.config import Config, MeshConfig, dump_yaml, load_config, validate
-from diffjax.data.batch import Batch
+from diffjax.config import Config, DistributedConfig, MeshConfig, dump_yaml, load_config, to_dict, validate
+from diffjax.config_loading import flatten
+from diffjax.data.batch import abstract_batch
 from diffjax.data.corpus import Corpus
 from diffjax.data.loader import TrainLoader, held_out_batches, held_out_indices
 from diffjax.data.prepare import prepare
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.diffusion.corruption import draw
 from diffjax.diffusion.objectives import block_diffusion
-from diffjax.errors import Preempted, UserError
+from diffjax.errors import Preempted, UserError, exit_code
 from diffjax.evaluation.likelihood import evaluate_likelihood
 from diffjax.kernels import dispatch
 from diffjax.models.denoiser import Denoiser
-from diffjax.parallel.mesh import batch_sharding, make_mesh
+from diffjax.parallel import distributed
+from diffjax.parallel.mesh import make_mesh, place_whole, row_sharding, to_host
 from diffjax.sampling.generate import Generation, generate, sampler
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.loop import Job, fit
-from diffjax.training.start import check_resume, check_weights, stored_meta, weights_entry
+from diffjax.training.start import check_resume, check_weights, package_versions, stored_meta, weights_entry
 from diffjax.training.tracking import duration, is_first_process, plain, read_metric
 
 NELBO = "eval/nelbo_nats_per_token"
 UNIGRAM = "eval/unigram_nats_per_token"
+LAST_EXIT = "last_exit.json"
 
 
 @dataclass(frozen=True)
@@ -77,42 +79,91 @@ def train(config: Config, *, resume_command: str | None = None) -> TrainResult:
     validate(config)
     dispatch.forget()
     sampler(config.sampling, config.model.block_size)  # a bad key is better told now than after the last step
+    distributed.start(config.distributed)  # before any question about devices
+    alike = dataclasses.replace(config, distributed=DistributedConfig())
+    distributed.agree({**flatten(to_dict(alike)), **package_versions()})
+    end = {"step": None}
+    with contextlib.ExitStack() as held, _precision(config):
+        config = _with_id(config, distributed.from_first(lambda: _open_folder(config, held, end)))
+        result = _train(config, resume_command)
+        end["step"] = result.step
+        distributed.gather("done")  # the first process may still have been writing
+        return result
+
+
+def _train(config: Config, resume_command: str | None) -> TrainResult:
+    run_dir = Path(config.run.dir)
+    meta = stored_meta(config, {}, lambda text: None)
+    if meta is not None and meta["step"] >= config.training.steps:
+        print(f"already at step {meta['step']} of {config.training.steps}; a larger training.steps continues")
+        return TrainResult(meta["step"], str(run_dir), _read_summary(run_dir))
+    began = time.monotonic()
+    corpus = _shared_corpus(config)
+    held_out_indices(corpus, config.evaluation.rows)  # raises where nothing is held out
+    if meta is not None:  # before anything in the folder is written
+        check_resume(meta, config, _identities(corpus), config.run.dir, lambda text: None)
+    job = _job(config, corpus, make_mesh(config.mesh))
+    with TrainLoader(corpus, config) as loader:
+        try:
+            outcome = fit(dataclasses.replace(job, read_rows=loader.rows))
+        except Preempted as stop:
+            again = resume_command or "the same call"
+            raise Preempted(f"{stop}. To go on: {again}", stop.step) from None
+    weights = outcome.state.get("ema", outcome.state["params"])
+    with jax.set_mesh(job.mesh):
+        text = _write_samples(config, job.denoiser, corpus, weights, outcome.step)
+    summary = _summary(config, run_dir, outcome, weights, time.monotonic() - began)
+    _write(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    _print_end(config, summary, text, resume_command)
+    return TrainResult(outcome.step, str(run_dir), summary)
+
+
+def _open_folder(config: Config, held: contextlib.ExitStack, end: dict) -> str:
+    """Make and lock the run folder, and have the `end` of this run noted in it; the id of the run. By process 0 alone.
+
+    The id is the config's, the folder's, or a new one. Trackers never choose it.
+    """
     run_dir = Path(config.run.dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run.dir={run_dir} cannot be a run folder: {error.strerror}; choose another") from None
-    with _locked(run_dir), _precision(config):
-        config = _with_id(config, run_dir)
-        meta = stored_meta(config, {}, lambda text: None)
-        if meta is not None and meta["step"] >= config.training.steps:
-            print(f"already at step {meta['step']} of {config.training.steps}; a larger training.steps continues")
-            return TrainResult(meta["step"], str(run_dir), _read_summary(run_dir))
-        began = time.monotonic()
-        corpus = prepare(config)
-        held_out_indices(corpus, config.evaluation.rows)  # raises where nothing is held out
-        if meta is not None:  # before anything in the folder is written
-            check_resume(meta, config, _identities(corpus), config.run.dir, lambda text: None)
-        job = _job(config, corpus, make_mesh(config.mesh))
-        with TrainLoader(corpus, config) as loader:
-            try:
-                outcome = fit(dataclasses.replace(job, read_rows=loader.rows))
-            except Preempted as stop:
-                again = resume_command or "the same call"
-                raise Preempted(f"{stop}. To go on: {again}") from None
-        weights = outcome.state.get("ema", outcome.state["params"])
-        with jax.set_mesh(job.mesh):
-            text = _write_samples(config, job.denoiser, corpus, weights, outcome.step)
-        summary = _summary(config, run_dir, outcome, weights, time.monotonic() - began)
-        _write(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-        _print_end(config, summary, text, resume_command)
-        return TrainResult(outcome.step, str(run_dir), summary)
+    held.enter_context(_locked(run_dir))
+    held.enter_context(_noting_the_end(run_dir, end))
+    identity, stored = config.run.id, run_dir / "config.yaml"
+    if identity is None and stored.is_file():
+        identity = load_config(stored).run.id
+    return identity or uuid.uuid4().hex[:8]
+
+
+def _shared_corpus(config: Config) -> Corpus:
+    """The corpus, prepared by the first process where it is missing; the others wait for it and open it."""
+    mine: list[Corpus] = []
+
+    def make() -> str:
+        mine.append(prepare(config))
+        return str(mine[0].directory.absolute())
+
+    folder = Path(distributed.from_first(make))
+
+    def look() -> Corpus:
+        if not folder.is_dir():
+            host = os.uname().nodename
+            raise UserError(f"{folder}: not there on {host}; data.corpus must name a folder that all hosts share")
+        corpus = Corpus.open(folder)
+        corpus.require(config)
+        return corpus
+
+    corpus = mine[0] if mine else None
+    corpus = distributed.together(lambda: corpus or look())
+    distributed.agree(_identities(corpus))
+    return corpus
 
 
 def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
     tokenizer, data, run_dir = corpus.tokenizer, config.data, Path(config.run.dir)
     denoiser = Denoiser(config.model, vocab_size=tokenizer.vocab_size, kernels=config.kernels)
-    rows, length = config.training.batch_size, data.sequence_length
+    rows = config.training.batch_size
 
     def draw_noise(step, batch):
         return draw(config.objective, config.run.seed, step, batch, rows)
@@ -126,16 +177,16 @@ def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
 
     _write(run_dir / "config.yaml", dump_yaml(config))
     _write(run_dir / "tokenizer.model", tokenizer.model_bytes)
-    arrays = [((length,), np.int32), ((length // config.model.block_size,), np.int32)]
-    arrays += [((length,), np.bool_), ((length,), np.bool_), ((), np.int32)]
     return Job(
         config=config,
         mesh=mesh,
         denoiser=denoiser,
-        objective=block_diffusion(denoiser, config.objective, tokenizer.mask_id, data.tail),
+        objective=block_diffusion(
+            denoiser, config.objective, tokenizer.mask_id, data.tail, config.kernels.cross_entropy_chunk
+        ),
         draw_noise=draw_noise,
         read_rows=None,
-        batch=Batch(*(jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in arrays)),
+        batch=abstract_batch(rows, data.sequence_length, config.model.block_size),
         identities=_identities(corpus),
         evaluate=evaluate_now,
         notes={"corpus_folder": str(corpus.directory.absolute())},
@@ -208,7 +259,7 @@ def _one_device() -> Mesh:
 
 
 def _likelihood(config, denoiser, params, corpus: Corpus, mesh: Mesh, should_stop=lambda: False) -> dict | None:
-    rows = batch_sharding(mesh)
+    rows = row_sharding(mesh)
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     size = -(-config.evaluation.batch_size // parts) * parts  # the next size that splits over the devices
     return evaluate_likelihood(
@@ -220,9 +271,11 @@ def _likelihood(config, denoiser, params, corpus: Corpus, mesh: Mesh, should_sto
         mask_id=corpus.tokenizer.mask_id,
         tail=config.data.tail,
         packing=config.data.packing,
+        chunk=config.kernels.cross_entropy_chunk,
         unigram=corpus.unigram(),
         should_stop=should_stop,
-        place=lambda batch: jax.device_put(batch, rows),
+        place=lambda batch: place_whole(batch, rows),
+        fetch=to_host,
     )
 
 
@@ -245,9 +298,8 @@ def _write_samples(config: Config, denoiser, corpus: Corpus, params, step: int) 
     batch = next(held_out_batches(corpus, 2, 2))
     opening = [row[valid][: denoiser.block_size + 1] for row, valid in zip(batch.tokens, batch.valid, strict=True)]
     prompts = ["", *(corpus.tokenizer.decode([int(token) for token in row]) for row in opening if len(row))]
-    results = generate(denoiser, params, corpus.tokenizer, prompts, config.sampling)
+    results = generate(denoiser, params, corpus.tokenizer, prompts, config.sampling, fetch=to_host)
     folder = Path(config.run.dir) / "samples"
-    folder.mkdir(exist_ok=True)
     texts = [f"{prompt}|{result.text}" for prompt, result in zip(prompts, results, strict=True)]
     _write(folder / f"step_{step:06d}.txt", "\n\n--------\n\n".join(texts) + "\n")
     return texts[-1]
@@ -293,21 +345,13 @@ def _print_end(config: Config, summary: dict, text: str, command: str | None) ->
         print(f"go on:     {shlex.join([*words, f'training.steps={2 * config.training.steps}'])}")
 
 
-def _with_id(config: Config, run_dir: Path) -> Config:
-    """The config with its run id: the given one, the folder's, or a new one. Trackers never choose it."""
-    identity, stored = config.run.id, run_dir / "config.yaml"
-    if identity is None and stored.is_file():
-        identity = load_config(stored).run.id
-    identity = identity or uuid.uuid4().hex[:8]
+def _with_id(config: Config, identity: str) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, id=identity))
 
 
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run folder, so that no second run trains in it: by its first process, whose death frees it."""
-    if not is_first_process():
-        yield
-        return
+    """Hold the run folder, so that no second run trains in it: the death of this process frees it."""
     try:
         lock = open(run_dir / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
@@ -326,6 +370,27 @@ def _locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _noting_the_end(run_dir: Path, end: dict) -> Iterator[None]:
+    """Write last_exit.json at the end: which start of this run it was, its exit code, and the step that is saved.
+
+    A launcher reads it, since of several processes' exit codes it sees one. Killed, a run leaves the one of before.
+    """
+    path = run_dir / LAST_EXIT
+    try:
+        attempt = json.loads(path.read_text(encoding="utf-8"))["attempt"] + 1
+    except (OSError, ValueError, KeyError, TypeError):
+        attempt = 1
+    code = 0
+    try:
+        yield
+    except BaseException as error:
+        code, end["step"] = exit_code(error), getattr(error, "step", None)
+        raise
+    finally:
+        _replace(path, json.dumps({"attempt": attempt, "code": code, "step": end["step"]}) + "\n")
+
+
 def _precision(config: Config) -> contextlib.AbstractContextManager:
     """64-bit numbers for a float64 model, and no change otherwise."""
     return jax.enable_x64(True) if config.model.dtype == "float64" else contextlib.nullcontext()
@@ -333,8 +398,12 @@ def _precision(config: Config) -> contextlib.AbstractContextManager:
 
 def _write(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all; the first process does."""
-    if not is_first_process():
-        return
+    if is_first_process():
+        path.parent.mkdir(exist_ok=True)
+        _replace(path, content)
+
+
+def _replace(path: Path, content: str | bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     temporary.replace(path)

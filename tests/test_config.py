@@ -82,8 +82,14 @@ def load(text="run: {seed: 0}", *overrides):
             "configs/a.yaml:1: unknown key 'optimizer.beta3'; nearest: 'optimizer.beta1', 'optimizer.beta2'",
         ),
         (
+            "optimizer: {learning_rate_multipliers: {mamab: 2.0}}",
+            "configs/a.yaml:1: unknown key 'optimizer.learning_rate_multipliers.mamab'; nearest: "
+            "'optimizer.learning_rate_multipliers.mamba'",
+        ),
+        (
             "kernels: {nothing_like_it: 1}",
-            "configs/a.yaml:1: unknown key 'kernels.nothing_like_it'; the keys of 'kernels' are: ssd, attention",
+            "configs/a.yaml:1: unknown key 'kernels.nothing_like_it'; the keys of 'kernels' are: ssd, attention, "
+            "cross_entropy_chunk",
         ),
         (
             "run.seed: 3",
@@ -349,7 +355,13 @@ def test_alias_to_itself_ends():
         ),
         ("mesh.fsdp=-1", "mesh.data and mesh.fsdp are both -1; one axis at most can fill"),
         ("mesh.fsdp=0", "mesh.fsdp=0 must be at least 1, or -1 to fill"),
-        ("mesh.context=2", "mesh.context=2 must be 1: a sequence is not spread over devices"),
+        ("mesh.context=0", "mesh.context=0 must be at least 1, or -1 to fill"),
+        ("mesh.context=-1", "mesh.data and mesh.context are both -1; one axis at most can fill"),
+        (
+            "mesh.context=3",
+            "data.sequence_length=256 is not a multiple of mesh.context=3 * model.block_size=16 = 48: shards hold "
+            "whole blocks; nearest: 240, 288",
+        ),
         (
             "mesh.topology=v5litepod",
             "mesh.topology=v5litepod must be a platform and a shape, such as v5e:16x16 or cpu:8",
@@ -396,6 +408,10 @@ def test_alias_to_itself_ends():
         ),
         ("sampling.top_p=0", "sampling.top_p=0.0 must be above 0 and at most 1"),
         ("sampling.temperature=-1", "sampling.temperature=-1.0 must be at least 0"),
+        (
+            "optimizer.learning_rate_multipliers.head=-1",
+            "optimizer.learning_rate_multipliers.head=-1.0 must be at least 0",
+        ),
         ("run.seed=-1", "run.seed=-1 must be in 0 .. 4294967295"),
         ("sampling.blocks=2147483648", "sampling.blocks=2147483648 must be below 2147483648"),
         (
@@ -423,6 +439,33 @@ def test_alias_to_itself_ends():
         ),
         ("guard.spike_sigma=0", "guard.spike_sigma=0.0 must be above 0"),
         ("checkpoint.init_what=state", "checkpoint.init_what=state needs checkpoint.init_from: the run to start from"),
+        (
+            "distributed.coordinator=10.0.0.1",
+            "distributed.coordinator=10.0.0.1 must be the host and port of process 0, such as 10.0.0.1:12321",
+        ),
+        (
+            "distributed.coordinator=10.0.0.1:70000",
+            "distributed.coordinator=10.0.0.1:70000 must be the host and port of process 0, such as 10.0.0.1:12321",
+        ),
+        ("distributed.heartbeat_timeout_s=0", "distributed.heartbeat_timeout_s=0 must be at least 1"),
+        (
+            "distributed.coordinator=a:1 distributed.process_id=0",
+            "distributed.coordinator and distributed.process_id given without distributed.num_processes; "
+            "give all three or none",
+        ),
+        (
+            "distributed.mode=explicit distributed.process_id=0",
+            "distributed.mode=explicit needs distributed.coordinator and distributed.num_processes",
+        ),
+        (
+            "distributed.mode=slurm distributed.process_id=0",
+            "distributed.process_id not read by distributed.mode=slurm; "
+            "set distributed.mode=explicit or leave them out",
+        ),
+        (
+            "distributed.coordinator=[::1]:80 distributed.num_processes=2 distributed.process_id=2",
+            "distributed.process_id=2 must be below distributed.num_processes=2: processes are numbered from 0",
+        ),
     ],
 )
 def test_rules(overrides, said):
@@ -535,6 +578,7 @@ def test_every_field_says_what_a_resume_may_do_with_it():
     [
         *((key, "free") for key in ["training.log_every", "tracking.wandb", "checkpoint.keep_last", "mesh.fsdp"]),
         *((key, "free") for key in ["training.microbatches", "model.remat", "data.corpus", "data.path", "run.dir"]),
+        *((key, "free") for key in ["distributed.mode", "distributed.process_id", "distributed.init_timeout_s"]),
         *((key, "warn") for key in ["optimizer.learning_rate", "optimizer.schedule", "training.steps"]),
         *((key, "warn") for key in ["optimizer.weight_decay", "optimizer.clip_norm", "guard.spike_sigma"]),
         *((key, "refuse") for key in ["model.pattern", "model.prefix", "model.block_size", "data.sequence_length"]),

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
 
@@ -20,3 +22,15 @@ class Batch(NamedTuple):
     valid: Array
     scored: Array
     row: Array
+
+
+def abstract_batch(rows: int, length: int, block_size: int) -> Batch:
+    """The shapes and dtypes of a batch, without memory."""
+    tokens, blocks = (rows, length), (rows, length // block_size)
+    return Batch(
+        tokens=jax.ShapeDtypeStruct(tokens, jnp.int32),
+        segments=jax.ShapeDtypeStruct(blocks, jnp.int32),
+        valid=jax.ShapeDtypeStruct(tokens, jnp.bool_),
+        scored=jax.ShapeDtypeStruct(tokens, jnp.bool_),
+        row=jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )

@@ -117,9 +117,18 @@ class Split(NamedTuple):
     partial_sum: bool = False
 
 
-def split_over_mesh(body: Callable, splits_in, splits_out) -> Callable:
-    """`body` on each device's rows and heads, where the mesh has several devices; else `body` itself."""
+def parts_on_mesh(rows: list[int], heads: list[int]) -> tuple[int, int]:
+    """Into how many parts the mesh in force cuts arrays of so many rows and heads: what one device's kernel gets."""
     mesh = jax.sharding.get_abstract_mesh()
+    part = lambda names, sizes: math.prod(mesh.shape[axis] for axis in _dividing_axes(mesh, names, sizes))
+    return part(BATCH_AXES, rows), part((HEAD_AXIS,), heads)
+
+
+def split_over_mesh(body: Callable, splits_in, splits_out) -> Callable:
+    """`body` on each device's rows and heads, where the mesh has several devices; else `body` itself. Inside a region
+    that holds some mesh axes already, the others are split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    free_axes = set(mesh.axis_names) - set(mesh.manual_axes)
     if mesh.empty or mesh.size == 1:
         return body
     is_split = lambda node: isinstance(node, Split)
@@ -143,7 +152,12 @@ def split_over_mesh(body: Callable, splits_in, splits_out) -> Callable:
 
         specs = lambda splits: jax.tree.map(spec, splits, is_leaf=is_split)
         return jax.shard_map(
-            summed, mesh=mesh, in_specs=specs(splits_in), out_specs=specs(splits_out), check_vma=False
+            summed,
+            mesh=mesh,
+            in_specs=specs(splits_in),
+            out_specs=specs(splits_out),
+            axis_names=free_axes,
+            check_vma=False,
         )(*args)
 
     return split_call

@@ -8,6 +8,7 @@ from jax import Array
 
 from diffjax.config import ModelConfig
 from diffjax.kernels.attention import OwnBlock, block_attention
+from diffjax.models import context_shards
 from diffjax.models.layers import Projection, RMSNorm, rotate
 from diffjax.models.streams import CleanStream, FrontierStream
 
@@ -44,10 +45,15 @@ class Attention(nn.Module):
 
     def clean(self, u: Array, stream: CleanStream, context: AttentionContext | None):
         """u [B, T, D] -> (out [B, T, D], boundary). A context is written at each row's own length; without one the
-        stream's own keys are the boundary."""
+        stream's own keys are the boundary, those of all shards where rows are split."""
         q, k, v = self._project(u, stream.positions)
-        boundary = AttentionContext(k, v) if context is None else self._write(context, k, v, stream)
-        structure = ("causal" if self.config.prefix == "causal" else "blocks") if context is None else None
+        if context is None:
+            boundary = AttentionContext(context_shards.gather_tokens(k), context_shards.gather_tokens(v))
+        else:
+            boundary = self._write(context, k, v, stream)
+        structure = None
+        if context is None and context_shards.axis() is None:
+            structure = "causal" if self.config.prefix == "causal" else "blocks"
         y = block_attention(
             q,
             boundary.k,
@@ -71,7 +77,7 @@ class Attention(nn.Module):
             jnp.repeat(stream.lo, size, axis=1),
             jnp.repeat(stream.hi, size, axis=1),
             own=OwnBlock(k, v, stream.valid),
-            structure="frontiers" if stream.index is None else None,
+            structure="frontiers" if stream.index is None and context_shards.axis() is None else None,
             block_size=size,
             backend=self.backend,
         )

@@ -20,7 +20,7 @@ from jax import Array
 from diffjax.config import KernelsConfig, ModelConfig
 from diffjax.kernels import dispatch
 from diffjax.kernels.precision import accumulation_dtype
-from diffjax.models import streams
+from diffjax.models import context_shards, streams
 from diffjax.models.backbone import CLEAN, FRONTIER, Backbone, empty_context
 from diffjax.models.context import Context, capacity_of, grow
 from diffjax.models.layers import Projection, RMSNorm, parameter
@@ -49,16 +49,26 @@ class DenoiserModule(nn.Module):
             shape, axes = (c.width, self.padded), ("embed", "vocab")
             self.head = Projection(shape, axes, dtype, c.init_std, out_dtype=logits_dtype)
 
-    def __call__(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None, clean_head=False):
-        """Tokens of either stream, or None -> (frontier logits, clean logits, contexts, auxiliary)."""
+    def __call__(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None):
+        """Tokens of either stream, or None -> (hidden states of the frontiers, of the clean stream, contexts,
+        auxiliary)."""
+        hidden = self.embedded(clean, frontiers, embedding)
+        (clean, frontier), contexts, auxiliary = self.backbone(*hidden, clean_stream, frontier_stream, context)
+        if self.is_initializing():
+            self.logits(frontier)  # makes the parameters of the norm and the head
+        return frontier, clean, contexts, auxiliary
+
+    def embedded(self, clean, frontiers, embedding=None):
+        """Tokens of either stream, or None -> (clean [B, T, D], frontier [B, F, G, D])."""
         clean = None if clean is None else self.embed(clean, CLEAN)
         frontier = None if frontiers is None else self.embed(frontiers, FRONTIER)
         if embedding is not None:
             frontier = frontier + embedding.astype(frontier.dtype)
-        (clean, frontier), contexts, auxiliary = self.layers(clean, frontier, clean_stream, frontier_stream, context)
-        frontier_logits = None if frontier is None else self.logits(frontier)
-        clean_logits = self.logits(clean) if clean_head else None
-        return frontier_logits, clean_logits, contexts, auxiliary
+        return clean, frontier
+
+    def backbone(self, clean, frontier, clean_stream, frontier_stream, context=None):
+        """Hidden states of either stream, or None -> ((clean, frontier), contexts, auxiliary)."""
+        return self.layers(clean, frontier, clean_stream, frontier_stream, context)
 
     def logits(self, hidden: Array) -> Array:
         """[..., D] -> [..., V] in at least float32; the padded rows of the table are cut."""
@@ -170,11 +180,12 @@ class Denoiser:
           clean_valid: [B, L] bool, tokens that may be read. frontier_valid: [B, F, G] bool, the same for frontiers.
           embedding: [B, F, G, D], added to the frontiers' embeddings.
         """
-        return self.train_outputs(
+        hidden = self.train_hidden(
             params, clean, frontiers, frontier_index, segments, clean_valid, frontier_valid, embedding
         )[0]
+        return self.logits(params, hidden)
 
-    def train_outputs(
+    def train_hidden(
         self,
         params: Params,
         clean: Array,
@@ -187,8 +198,9 @@ class Denoiser:
         *,
         clean_head: bool = False,
     ) -> tuple[Array, Array | None, dict]:
-        """As `train_logits`, with next-token logits of the clean stream [B, L, V] if `clean_head` (causal prefix only),
-        and the layers' auxiliary outputs."""
+        """As `train_logits`, before the head: hidden states of the frontiers [B, F, G, D], those of the clean stream
+        [B, L, D] if `clean_head` (causal prefix only; `logits` of j predict token j + 1) or None, and the layers'
+        auxiliary outputs. All logits together may be too large to hold; `logits` takes any part of the states."""
         batch, length = clean.shape
         blocks = self._whole_blocks(length)
         if clean_head:
@@ -199,16 +211,27 @@ class Denoiser:
         clean_valid = jnp.ones(clean.shape, bool) if clean_valid is None else clean_valid
         frontier_valid = jnp.ones(frontiers.shape, bool) if frontier_valid is None else frontier_valid
 
-        clean_blocks = blocks if clean_head else blocks - 1  # the last block is never a context
+        shards = context_shards.count()
+        if blocks % shards:
+            raise ValueError(f"{blocks} blocks of a row do not split evenly over the mesh axis context={shards}")
+        # The last block is never a context, but shards are of one size.
+        clean_blocks = blocks if clean_head or shards > 1 else blocks - 1
         clean_stream, document_start = streams.of_rows(
             segments, clean_valid, self.block_size, self.causal, clean_blocks
         )
         stream = streams.frontiers_of_rows(document_start, frontier_index, frontier_valid, self.block_size)
         tokens = clean[:, : clean_blocks * self.block_size] if clean_blocks else None
-        logits, clean_logits, _, auxiliary = self._apply(
-            params, tokens, frontiers, clean_stream, stream, embedding=embedding, clean_head=clean_head
-        )
-        return logits, clean_logits, auxiliary
+        clean_hidden, hidden = self._apply(params, tokens, frontiers, embedding, method="embedded")
+        backbone = functools.partial(self._apply, method="backbone")
+        if shards > 1:
+            backbone = context_shards.on_shards(backbone)
+        layers = {"layers": params["layers"]}
+        (clean_hidden, hidden), _, auxiliary = backbone(layers, clean_hidden, hidden, clean_stream, stream)
+        return hidden, clean_hidden if clean_head else None, auxiliary
+
+    def logits(self, params: Params, hidden: Array) -> Array:
+        """Raw logits of hidden states, [..., D] -> [..., V] in at least float32."""
+        return self._apply(params, hidden, method=DenoiserModule.logits)
 
     def clean_logits(self, params: Params, tokens: Array) -> Array:
         """Next-token logits of the clean stream (causal prefix only), [B, T] -> [B, T, V]: j predicts token j + 1."""
@@ -216,7 +239,8 @@ class Denoiser:
         batch, length = tokens.shape
         start, count = jnp.zeros((batch,), jnp.int32), jnp.full((batch,), length, jnp.int32)
         stream = streams.after_context(start, length, count, self.block_size, self.causal)
-        return self._apply(params, tokens, None, stream, None, clean_head=True)[1]
+        (hidden, _), _, _ = self._apply(params, tokens, None, stream, None)
+        return self.logits(params, hidden)
 
     # Contexts
 
@@ -247,7 +271,7 @@ class Denoiser:
         if capacity is not None and not isinstance(after, jax.core.Tracer) and int(after.max()) > capacity:
             raise ValueError(f"a context of capacity {capacity} cannot hold {int(after.max())} tokens; grow it first")
         stream = streams.after_context(context.length, length, count, self.block_size, self.causal)
-        _, _, layers, _ = self._apply(params, tokens, None, stream, None, context=context.layers)
+        _, layers, _ = self._apply(params, tokens, None, stream, None, context=context.layers)
         return Context(after, layers)
 
     def denoise(
@@ -265,9 +289,10 @@ class Denoiser:
         valid = jnp.ones(block.shape, bool) if valid is None else valid
         stream = streams.frontier_after_context(context.length, valid[:, None])
         embedding = None if embedding is None else embedding[:, None]
-        logits, _, _, _ = self._apply(
+        (_, hidden), _, _ = self._apply(
             params, None, block[:, None], None, stream, context=context.layers, embedding=embedding
         )
+        logits = self.logits(params, hidden)
         capacity = capacity_of(context)
         if capacity is None:
             return logits[:, 0]

@@ -11,7 +11,8 @@ from jax import Array
 
 from diffjax.config import ModelConfig
 from diffjax.kernels.precision import accumulation_dtype
-from diffjax.kernels.ssd import Boundary, final_state, ssd_block, ssd_frontier, ssd_scan
+from diffjax.kernels.ssd import Boundary, final_state, ssd_block, ssd_frontier, ssd_scan, states_at
+from diffjax.models import context_shards
 from diffjax.models.layers import Projection, normalise, parameter
 from diffjax.models.streams import CleanStream, FrontierStream
 
@@ -113,11 +114,16 @@ class MambaDirection(nn.Module):
         self.output = Projection((*heads, c.width), (*head_axes, "embed"), self.dtype, self.output_std, contract=2)
 
     def scan(self, u: Array, stream: CleanStream, context: MambaContext) -> tuple[Array, MambaBoundary]:
-        """The clean stream u [B, T, D], from the state and inputs of `context`."""
+        """The clean stream u [B, T, D], from the state and inputs of `context`, or of the shards to the left."""
         z, raw_x, raw_BC, dt = self._project(u, stream.valid)
-        conv_x = jnp.concatenate([context.conv_x.astype(raw_x.dtype), raw_x], axis=1)
-        conv_BC = jnp.concatenate([context.conv_BC.astype(raw_BC.dtype), raw_BC], axis=1)
+        on_shards, taps = context_shards.axis() is not None, self.config.mamba.conv - 1
+        before = lambda raw, own: context_shards.left_tail(raw, taps) if on_shards else own.astype(raw.dtype)
+        conv_x = jnp.concatenate([before(raw_x, context.conv_x), raw_x], axis=1)
+        conv_BC = jnp.concatenate([before(raw_BC, context.conv_BC), raw_BC], axis=1)
         x, BC = self.conv_x(conv_x, stream.positions), self.conv_BC(conv_BC, stream.positions)
+        state = context.state
+        if on_shards:
+            state = context_shards.entering_state(x, dt, self._A(), BC[..., 0, :, :], stream.reset[:, :-1])
         y, boundary = ssd_scan(
             x,
             dt,
@@ -125,7 +131,7 @@ class MambaDirection(nn.Module):
             BC[..., 0, :, :],
             BC[..., 1, :, :],
             block_size=self.config.block_size,
-            initial_state=context.state,
+            initial_state=state,
             reset=stream.reset,
             backend=self.backend,
         )
@@ -137,16 +143,13 @@ class MambaDirection(nn.Module):
         before = lambda inputs: self._inputs_before(inputs, stream.index, u.shape[1])
         x = self.conv_x(jnp.concatenate([before(boundary.conv_x), raw_x], axis=2), stream.positions)
         BC = self.conv_BC(jnp.concatenate([before(boundary.conv_BC), raw_BC], axis=2), stream.positions)
-        y = ssd_frontier(
-            x,
-            dt,
-            self._A(),
-            BC[..., 0, :, :],
-            BC[..., 1, :, :],
-            boundary=boundary.ssd,
-            frontier_index=stream.index,
-            backend=self.backend,
-        )
+        inputs = (x, dt, self._A(), BC[..., 0, :, :], BC[..., 1, :, :])
+        if stream.index is None:
+            y = ssd_frontier(*inputs, boundary=boundary.ssd, backend=self.backend)
+        else:
+            blocks, read = boundary.ssd.reset.shape[1] - 1, lambda index: states_at(boundary.ssd, index)
+            seed = context_shards.of_owner(read, stream.index, blocks)
+            y = ssd_block(*inputs, seed=seed, backend=self.backend)
         return self._finish(y, x, z)
 
     def reverse_blocks(self, u: Array, valid: Array) -> Array:
@@ -170,9 +173,13 @@ class MambaDirection(nn.Module):
         if index is None:  # strided slices, whose gradients are cheaper than those of a gather
             last = (frontiers - 1) * size + 1
             return jnp.stack([inputs[:, tap : tap + last : size] for tap in range(taps)], axis=2)
-        where = (index[..., None] * size + jnp.arange(taps)).reshape(index.shape[0], -1)  # [B, F * (W-1)]
-        taken = jnp.take_along_axis(inputs, where.reshape(*where.shape, *(1,) * (inputs.ndim - 2)), axis=1)
-        return taken.reshape(*index.shape, taps, *inputs.shape[2:])
+
+        def read(index):
+            where = (index[..., None] * size + jnp.arange(taps)).reshape(index.shape[0], -1)  # [B, F * (W-1)]
+            taken = jnp.take_along_axis(inputs, where.reshape(*where.shape, *(1,) * (inputs.ndim - 2)), axis=1)
+            return taken.reshape(*index.shape, taps, *inputs.shape[2:])
+
+        return context_shards.of_owner(read, index, blocks=(inputs.shape[1] - taps) // size)
 
     def _A(self) -> Array:
         return -jnp.exp(self.A_log)

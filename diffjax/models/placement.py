@@ -8,7 +8,7 @@ from jax import Array
 from jax.sharding import AxisType, PartitionSpec
 
 AXES = ("data", "fsdp", "context", "tensor")
-BATCH_AXES = ("data", "fsdp")
+BATCH_AXES, CONTEXT_AXIS = ("data", "fsdp"), "context"
 
 Rules = dict[str, str | tuple[str, ...] | None]
 
@@ -32,8 +32,8 @@ ACTIVATION_RULES: Rules = {
     **RULES,
     "embed": None,
     "batch": BATCH_AXES,
-    "length": "context",
-    "frontier": "context",
+    "length": CONTEXT_AXIS,
+    "frontier": CONTEXT_AXIS,
     "block": None,
     "lookup_batch": "data",  # between table and rows, see denoiser.Embedding
     "lookup_embed": RULES["embed"],

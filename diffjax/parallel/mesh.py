@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diffjax.config import MeshConfig
 from diffjax.data.batch import Batch
 from diffjax.errors import UserError
-from diffjax.models.placement import AXES, BATCH_AXES, RULES, axes_of
+from diffjax.models.placement import AXES, BATCH_AXES, CONTEXT_AXIS, RULES, axes_of
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
@@ -19,6 +20,17 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     The axes are always of type Auto: under Explicit, embedding lookups and cross-entropy on a split vocabulary raise.
     """
     devices = jax.devices() if devices is None else list(devices)
+    sizes = mesh_sizes(config, len(devices))
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def make_abstract_mesh(config: MeshConfig, devices: int) -> AbstractMesh:
+    """The mesh of so many devices without the devices: enough for shapes and shardings."""
+    return AbstractMesh(mesh_sizes(config, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def mesh_sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
+    """The sizes of the axes over exactly so many devices. Raises UserError where they do not multiply to that."""
     sizes = [getattr(config, axis) for axis in AXES]
     for axis, size in zip(AXES, sizes, strict=True):
         if size == 0 or size < -1:
@@ -27,18 +39,18 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
         open_axes = ", ".join(f"mesh.{axis}" for axis, size in zip(AXES, sizes, strict=True) if size == -1)
         raise UserError(f"mesh: only one axis can be -1, but {open_axes} are")
     fixed = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes and len(devices) % fixed == 0:
-        sizes[sizes.index(-1)] = len(devices) // fixed
+    if -1 in sizes and devices % fixed == 0:
+        sizes[sizes.index(-1)] = devices // fixed
     elif -1 in sizes:
         raise UserError(
-            f"mesh: the fixed axes multiply to {fixed}, which does not divide the {len(devices)} devices present"
+            f"mesh: the fixed axes multiply to {fixed}, which does not divide the {devices} devices present"
         )
-    if math.prod(sizes) != len(devices):
+    if math.prod(sizes) != devices:
         raise UserError(
-            f"mesh: {'*'.join(AXES)} = {math.prod(sizes)}, but {len(devices)} devices are present; "
+            f"mesh: {'*'.join(AXES)} = {math.prod(sizes)}, but {devices} devices are present; "
             "set one axis to -1 to fill"
         )
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return tuple(sizes)
 
 
 def leaf_path(path: tuple) -> str:
@@ -124,25 +136,45 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows are split over data and fsdp; everything else of a batch is whole."""
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows are split over data and fsdp; everything else is whole."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def global_batch(read_rows: Callable[[np.ndarray], Batch], batch_size: int, sharding: NamedSharding) -> Batch:
-    """Assemble a global batch from the rows that this process's devices hold.
+def batch_sharding(mesh: Mesh) -> Batch:
+    """Where each array of a batch lies: rows are split over data and fsdp, tokens and blocks of a row over context."""
+    rows = row_sharding(mesh)
+    tokens = NamedSharding(mesh, PartitionSpec(BATCH_AXES, CONTEXT_AXIS))
+    return Batch(tokens=tokens, segments=tokens, valid=tokens, scored=tokens, row=rows)
+
+
+def place_whole(tree, sharding: NamedSharding):
+    """Host arrays, the same on every process, as global arrays; each device takes its part, nothing is sent around."""
+    place = lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x)[index])
+    return jax.tree.map(place, tree, shardings)
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """A global array as a host array on every process, all of which must call."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
+
+
+def global_batch(read_rows: Callable[[np.ndarray], Batch], batch_size: int, sharding: Batch) -> Batch:
+    """Assemble a global batch from the rows that this process's devices hold, each array in its `sharding`.
 
     read_rows(numbers [n] int) -> Batch of numpy arrays with those rows of the global batch, in that order.
     """
-    held = sharding.addressable_devices_indices_map((batch_size,)).values()
+    held = sharding.row.addressable_devices_indices_map((batch_size,)).values()
     numbers = np.unique(np.concatenate([np.arange(batch_size)[index] for index in held]))
     rows = read_rows(numbers)
 
-    def assemble(values: np.ndarray) -> jax.Array:
+    def assemble(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
         def part(index):
             wanted = np.arange(batch_size)[index[0]]
             return values[np.searchsorted(numbers, wanted)][(slice(None), *index[1:])]
 
         return jax.make_array_from_callback((batch_size, *values.shape[1:]), sharding, part)
 
-    return Batch(*map(assemble, rows))
+    return Batch(*map(assemble, rows, sharding))

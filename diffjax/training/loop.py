@@ -12,12 +12,13 @@ from jax.sharding import Mesh
 
 from diffjax.config import Config, config_hash
 from diffjax.data.batch import Batch
-from diffjax.errors import GuardStop, Preempted, UserError
+from diffjax.errors import GuardStop, Preempted
 from diffjax.parallel import mesh as mesh_lib
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.journal import Journal
+from diffjax.training.optimizer import describe as describe_optimizer
 from diffjax.training.start import describe, find_start, stored_meta
-from diffjax.training.step import compile_step, donated_share, make_init, make_train_step, state_shardings
+from diffjax.training.step import compile_step, donated_share, lay_out, make_train_step
 from diffjax.training.stop import StopRequest
 from diffjax.training.tracking import Progress, Trackers, cut_records
 
@@ -63,13 +64,9 @@ def fit(job: Job) -> Outcome:
     """Train to `training.steps`. Raises Preempted (asked to stop) and GuardStop with the state saved, and UserError."""
     config, mesh = job.config, job.mesh
     run_dir, steps = Path(config.run.dir), config.training.steps
-    _check_batch(config, mesh)
 
-    abstract = jax.eval_shape(make_init(config, job.denoiser.init), jax.random.key(config.run.seed))
-    param_placement = mesh_lib.shardings(abstract["params"], job.denoiser.logical_axes(), mesh)
-    placement = state_shardings(config, abstract, param_placement, mesh)
-    whole = mesh_lib.whole_leaves(abstract["params"], param_placement)
-    mesh_lib.check_whole_leaves(config.mesh, mesh, whole)
+    axes = job.denoiser.logical_axes()
+    abstract, placement, whole = lay_out(config, job.denoiser, mesh)
     target = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, placement
     )
@@ -82,7 +79,8 @@ def fit(job: Job) -> Outcome:
                 print(f"already at step {meta['step']} of {steps}; a larger training.steps continues")
                 return Outcome(meta["step"], None, meta["tokens_seen"])
 
-            train_step = make_train_step(config, job.objective, job.draw_noise, mesh, param_placement)
+            train_step = make_train_step(config, job.objective, job.draw_noise, mesh, placement["params"], axes)
+            print(*describe_optimizer(config.optimizer, abstract["params"], axes), sep="\n")
             step_fn = _compile(train_step, abstract, placement, job, whole)
             start = find_start(config, job.denoiser, target, placement, checkpoints, job.identities, print)
             print(f"starting at step {start.step} of {steps} from {start.source}")
@@ -121,11 +119,12 @@ def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) 
             if journal.stuck:
                 journal.drain()
                 save(wait=True)
-                raise GuardStop(f"{journal.stuck}. The state of step {done} is saved; see {run_dir / 'rejects.jsonl'}")
+                where = run_dir / "rejects.jsonl"
+                raise GuardStop(f"{journal.stuck}. The state of step {done} is saved; see {where}", done)
             if stop.poll():
                 journal.drain()
                 save(wait=True)
-                raise Preempted(f"{stop.reason}: stopped at step {done} of {steps}; the state is saved")
+                raise Preempted(f"{stop.reason}: stopped at step {done} of {steps}; the state is saved", done)
             if done == steps:
                 break
             batch = mesh_lib.global_batch(partial(job.read_rows, done), training.batch_size, rows)
@@ -138,15 +137,6 @@ def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) 
     finally:
         progress.close()
         trackers.close()
-
-
-def _check_batch(config: Config, mesh: Mesh) -> None:
-    parts = config.training.microbatches * mesh.shape["data"] * mesh.shape["fsdp"]
-    if config.training.batch_size % parts:
-        raise UserError(
-            f"training.batch_size={config.training.batch_size} is not a multiple of training.microbatches * data * fsdp"
-            f" = {config.training.microbatches} * {mesh.shape['data']} * {mesh.shape['fsdp']} = {parts}"
-        )
 
 
 def _compile(train_step, abstract: dict, placement: dict, job: Job, whole: list):

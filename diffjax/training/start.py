@@ -10,7 +10,8 @@ import numpy as np
 
 from diffjax.config import Config, resume_diff, to_dict
 from diffjax.errors import UserError
-from diffjax.parallel.mesh import init_sharded
+from diffjax.parallel import distributed
+from diffjax.parallel.mesh import init_sharded, place_whole
 from diffjax.training.checkpoint import Checkpoints, Mismatch
 from diffjax.training.optimizer import make_optimizer
 from diffjax.training.step import fresh_state, make_init
@@ -29,7 +30,7 @@ class Start(NamedTuple):
 def stored_meta(config: Config, identities: dict, say: Callable[[str], None]) -> dict | None:
     """The meta of the checkpoint that the run folder would go on from, compared with this run; None for a new run."""
     folder = Path(config.run.dir) / "checkpoints"
-    if not folder.is_dir():
+    if not distributed.from_first(folder.is_dir):
         return None
     checkpoints = Checkpoints(folder)
     try:
@@ -76,18 +77,20 @@ def find_start(
     if restored is not None:
         return Start(_calm(restored.state), restored.step, restored.meta["tokens_seen"], restored.source)
     if config.checkpoint.init_from:
-        return _from_other_run(config, target, placement, identities, say)
-    state = init_sharded(make_init(config, denoiser.init), placement, jax.random.key(config.run.seed))
+        return _from_other_run(config, denoiser, target, placement, identities, say)
+    init = make_init(config, denoiser.init, denoiser.logical_axes())
+    state = init_sharded(init, placement, jax.random.key(config.run.seed))
     return Start(state, 0, 0, "scratch")
 
 
 def _calm(state: dict) -> dict:
     """A restored state counts its rejected steps in a row from zero."""
     old = state["guard"].consecutive
-    return {**state, "guard": state["guard"]._replace(consecutive=jax.device_put(np.int32(0), old.sharding))}
+    zero = place_whole(np.zeros((), np.int32), old.sharding)
+    return {**state, "guard": state["guard"]._replace(consecutive=zero)}
 
 
-def _from_other_run(config: Config, target, placement, identities, say) -> Start:
+def _from_other_run(config: Config, denoiser, target, placement, identities, say) -> Start:
     name, _, step = config.checkpoint.init_from.partition("@")
     if step and not step.isdecimal():
         raise UserError(f"checkpoint.init_from={config.checkpoint.init_from}: expected RUN or RUN@STEP, STEP a number")
@@ -107,7 +110,7 @@ def _from_other_run(config: Config, target, placement, identities, say) -> Start
         restored = other.restore({entry: target["params"]}, step=number)
     finally:
         other.close()
-    optimizer = make_optimizer(config.optimizer)
+    optimizer = make_optimizer(config.optimizer, denoiser.logical_axes())
     state = init_sharded(lambda params: fresh_state(config, optimizer, params), placement, restored.state[entry])
     return Start(state, 0, 0, f"weights of {restored.source}")
 

@@ -23,23 +23,23 @@ HloModule jit_f, entry_computation_layout={(f32[4,8]{1,0})->f32[32,8]{1,0}}
   ROOT %all-reduce.9 = f32[8]{0} all-reduce(%p), to_apply=%add
 }
 
-%fused (p: bf16[1,1,768]) -> bf16[1,256,768] {
-  %q = bf16[1,1,768]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
-  ROOT %all-gather.7 = bf16[1,256,768]{2,0,1:T(2,128)(2,1)S(1)} all-gather(%q), channel_id=298, metadata={op_name="mlp"}
+%fused (p: bf16[1,10,768]) -> bf16[1,2560,768] {
+  %q = bf16[1,10,768]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  ROOT %gather.7 = bf16[1,2560,768]{2,0,1:T(2,128)(2,1)S(1)} all-gather(%q), channel_id=298, metadata={op_name="mlp"}
 }
 
-%fused.1 (p: bf16[1,1,768]) -> bf16[1,256,768] {
-  %r = bf16[1,1,768]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
-  ROOT %all-gather.8 = bf16[1,256,768]{2,0,1:T(2,128)(2,1)S(1)} all-gather(%r), channel_id=298, dimensions={1}
+%fused.1 (p: bf16[1,10,768]) -> bf16[1,2560,768] {
+  %r = bf16[1,10,768]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  ROOT %all-gather.8 = bf16[1,2560,768]{2,0,1:T(2,128)(2,1)S(1)} all-gather(%r), channel_id=298, dimensions={1}
 }
 
 %body (carry: (s32[], f32[8])) -> (s32[], f32[8]) {
   %carry = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
   %i = s32[]{:T(128)} get-tuple-element(%carry), index=0
   %v = f32[8]{0} get-tuple-element(%carry), index=1
-  %part = bf16[1,1,768]{2,1,0} bitcast(%v)
-  %first = bf16[1,256,768]{2,1,0} fusion(%part), kind=kOutput, calls=%fused
-  %second = bf16[1,256,768]{2,1,0} fusion(%part), kind=kOutput, calls=%fused.1
+  %part = bf16[1,10,768]{2,1,0} bitcast(%v)
+  %first = bf16[1,2560,768]{2,1,0} fusion(%part), kind=kOutput, calls=%fused
+  %second = bf16[1,2560,768]{2,1,0} fusion(%part), kind=kOutput, calls=%fused.1
   %pair = (f32[8]{0}, pred[3,5]{1,0}) all-reduce(%v, %flags), channel_id=1, replica_groups={{0,1}}, to_apply=%add
   ROOT %out = (s32[], f32[8]{0}) tuple(%i, %v)
 }
@@ -77,8 +77,8 @@ ENTRY %main (a: f32[4,8]) -> f32[32,8] {
 def test_forms_of_the_text():
     gather, pair, exchange, start = collectives(TEXT)
     assert gather.kind == "all-gather" and gather.times == 28 and gather.op_name == "mlp"
-    assert gather.operands == (ArrayType("bf16", (1, 1, 768)),)
-    assert gather.results == (ArrayType("bf16", (1, 256, 768)),) and gather.bytes == 256 * 768 * 2
+    assert gather.operands == (ArrayType("bf16", (1, 10, 768)),)
+    assert gather.results == (ArrayType("bf16", (1, 2560, 768)),) and gather.bytes == 2560 * 768 * 2
     assert (pair.kind, pair.times, pair.bytes) == ("all-reduce", 28, 8 * 4 + 3 * 5)
     assert (exchange.kind, exchange.times) == ("all-to-all", None)
     assert (start.kind, start.times, start.bytes) == ("all-gather", 1, 32 * 8 * 4)
