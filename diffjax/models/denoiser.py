@@ -21,9 +21,10 @@ from diffjax.config import KernelsConfig, ModelConfig
 from diffjax.kernels import dispatch
 from diffjax.kernels.precision import accumulation_dtype
 from diffjax.models import context_shards, streams
-from diffjax.models.backbone import Backbone, empty_context
+from diffjax.models.backbone import CLEAN, FRONTIER, Backbone, empty_context
 from diffjax.models.context import Context, capacity_of, grow
 from diffjax.models.layers import Projection, RMSNorm, parameter
+from diffjax.models.placement import constrain
 
 Params = dict[str, Any]
 
@@ -59,8 +60,8 @@ class DenoiserModule(nn.Module):
 
     def embedded(self, clean, frontiers, embedding=None):
         """Tokens of either stream, or None -> (clean [B, T, D], frontier [B, F, G, D])."""
-        clean = None if clean is None else self.embed(clean)
-        frontier = None if frontiers is None else self.embed(frontiers)
+        clean = None if clean is None else self.embed(clean, CLEAN)
+        frontier = None if frontiers is None else self.embed(frontiers, FRONTIER)
         if embedding is not None:
             frontier = frontier + embedding.astype(frontier.dtype)
         return clean, frontier
@@ -84,8 +85,17 @@ class Embedding(nn.Module):
     def setup(self):
         self.table = parameter(self, "table", nn.initializers.normal(self.std), self.shape, ("vocab", "embed"))
 
-    def __call__(self, tokens: Array) -> Array:
-        return jnp.take(self.table, tokens, axis=0).astype(self.dtype)
+    def __call__(self, tokens: Array, names: tuple[str, ...]) -> Array:
+        """tokens [...] int32 -> [..., D], whose dimensions have the logical `names`.
+
+        The table's width is split by a mesh axis that splits rows too. So each device looks up its part of the width
+        for the rows of all devices along that axis, and then they exchange parts for rows. Told less, the compiler
+        gathers the table or the rows whole on some meshes.
+        """
+        _, *between, _ = names
+        tokens = constrain(tokens, "lookup_batch", *between)
+        rows = jnp.take(self.table, tokens, axis=0).astype(self.dtype)
+        return constrain(constrain(rows, "lookup_batch", *between, "lookup_embed"), *names)
 
     def attend(self, hidden: Array) -> Array:
         precision = None if self.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
