@@ -375,8 +375,8 @@ def _clashes(config: Config) -> Iterator[str]:
     yield from _objective_clashes(config.objective, config.model, config.data)
     yield from _schedule_clashes(config.optimizer, config.training)
     yield from _mesh_clashes(config.mesh, config.training)
-    yield from _distributed_clashes(config.distributed)
     yield from _context_clashes(config, config.mesh.context)
+    yield from _distributed_clashes(config.distributed)
     if config.data.source != "python_stdlib" and not (config.data.path or config.data.corpus):
         yield f"data.source={config.data.source} needs data.path: the file or folder to read"
     if config.data.source == "python_stdlib" and config.data.path:
@@ -463,6 +463,21 @@ def _mesh_clashes(mesh: MeshConfig, training: TrainingConfig) -> Iterator[str]:
         )
 
 
+def check_context(config: Config, shards: int) -> None:
+    """Refuse a mesh whose context axis of `shards` devices cannot split a row into whole blocks (UserError)."""
+    for problem in _context_clashes(config, shards):
+        raise UserError(problem)
+
+
+def _context_clashes(config: Config, shards: int) -> Iterator[str]:
+    length, size = config.data.sequence_length, config.model.block_size
+    if shards > 1 and length % size == 0 and length % (shards * size):
+        yield (
+            f"data.sequence_length={length} is not a multiple of mesh.context={shards} * model.block_size={size} = "
+            f"{shards * size}: shards hold whole blocks; {_nearest_multiples(length, shards * size)}"
+        )
+
+
 def _distributed_clashes(distributed: DistributedConfig) -> Iterator[str]:
     keys = ("coordinator", "num_processes", "process_id")
     given = [f"distributed.{key}" for key in keys if getattr(distributed, key) is not None]
@@ -480,21 +495,6 @@ def _distributed_clashes(distributed: DistributedConfig) -> Iterator[str]:
         yield (
             f"distributed.process_id={distributed.process_id} must be below "
             f"distributed.num_processes={distributed.num_processes}: processes are numbered from 0"
-        )
-
-
-def check_context(config: Config, shards: int) -> None:
-    """Refuse a mesh whose context axis of `shards` devices cannot split a row into whole blocks (UserError)."""
-    for problem in _context_clashes(config, shards):
-        raise UserError(problem)
-
-
-def _context_clashes(config: Config, shards: int) -> Iterator[str]:
-    length, size = config.data.sequence_length, config.model.block_size
-    if shards > 1 and length % size == 0 and length % (shards * size):
-        yield (
-            f"data.sequence_length={length} is not a multiple of mesh.context={shards} * model.block_size={size} = "
-            f"{shards * size}: shards hold whole blocks; {_nearest_multiples(length, shards * size)}"
         )
 
 

@@ -36,7 +36,7 @@ from diffjax.kernels import dispatch
 from diffjax.models.denoiser import Denoiser
 from diffjax.models.flops import flops_per_token
 from diffjax.parallel import distributed
-from diffjax.parallel.mesh import batch_sharding, make_mesh, place_whole, to_host
+from diffjax.parallel.mesh import make_mesh, place_whole, row_sharding, to_host
 from diffjax.sampling.generate import Generation, generate, sampler
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.loop import Job, fit
@@ -261,7 +261,7 @@ def _one_device() -> Mesh:
 
 
 def _likelihood(config, denoiser, params, corpus: Corpus, mesh: Mesh, should_stop=lambda: False) -> dict | None:
-    rows = batch_sharding(mesh)
+    rows = row_sharding(mesh)
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     size = -(-config.evaluation.batch_size // parts) * parts  # the next size that splits over the devices
     return evaluate_likelihood(

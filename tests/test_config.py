@@ -82,6 +82,11 @@ def load(text="run: {seed: 0}", *overrides):
             "configs/a.yaml:1: unknown key 'optimizer.beta3'; nearest: 'optimizer.beta1', 'optimizer.beta2'",
         ),
         (
+            "optimizer: {learning_rate_multipliers: {mamab: 2.0}}",
+            "configs/a.yaml:1: unknown key 'optimizer.learning_rate_multipliers.mamab'; nearest: "
+            "'optimizer.learning_rate_multipliers.mamba'",
+        ),
+        (
             "kernels: {nothing_like_it: 1}",
             "configs/a.yaml:1: unknown key 'kernels.nothing_like_it'; the keys of 'kernels' are: ssd, attention, "
             "cross_entropy_chunk",
@@ -403,6 +408,10 @@ def test_alias_to_itself_ends():
         ),
         ("sampling.top_p=0", "sampling.top_p=0.0 must be above 0 and at most 1"),
         ("sampling.temperature=-1", "sampling.temperature=-1.0 must be at least 0"),
+        (
+            "optimizer.learning_rate_multipliers.head=-1",
+            "optimizer.learning_rate_multipliers.head=-1.0 must be at least 0",
+        ),
         ("run.seed=-1", "run.seed=-1 must be in 0 .. 4294967295"),
         ("sampling.blocks=2147483648", "sampling.blocks=2147483648 must be below 2147483648"),
         (

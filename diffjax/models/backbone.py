@@ -16,7 +16,11 @@ from diffjax.config import KernelsConfig, ModelConfig
 from diffjax.kernels.dispatch import SAVED
 from diffjax.models import attention, mamba
 from diffjax.models.layers import GatedMLP, RMSNorm
+from diffjax.models.placement import constrain
 from diffjax.models.streams import CleanStream, FrontierStream
+
+# The logical names of the residual streams' dimensions.
+CLEAN, FRONTIER = ("batch", "length", "embed"), ("batch", "frontier", "block", "embed")
 
 
 class Layer(nn.Module):
@@ -57,10 +61,10 @@ class Layer(nn.Module):
         auxiliary: dict[str, Array] = {}
         if frontier is not None:
             frontier = frontier + self.mixer.frontier(self.mixer_norm(frontier), frontier_stream, boundary)
-            frontier = frontier + self.mlp(self.mlp_norm(frontier))
+            frontier = constrain(frontier + self.mlp(self.mlp_norm(frontier)), *FRONTIER)
         if clean is not None:
             clean = clean + out
-            clean = clean + self.mlp(self.mlp_norm(clean))
+            clean = constrain(clean + self.mlp(self.mlp_norm(clean)), *CLEAN)
         return (clean, frontier), (context_after, auxiliary)
 
 

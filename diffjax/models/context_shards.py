@@ -21,9 +21,8 @@ from jax.sharding import PartitionSpec
 
 from diffjax.kernels.dispatch import Split, split_over_mesh
 from diffjax.kernels.precision import accumulation_dtype, einsum
+from diffjax.models.placement import CONTEXT_AXIS as AXIS
 from diffjax.models.streams import CleanStream, FrontierStream
-
-AXIS = "context"
 
 
 def count() -> int:

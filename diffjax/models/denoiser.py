@@ -21,9 +21,10 @@ from diffjax.config import KernelsConfig, ModelConfig
 from diffjax.kernels import dispatch
 from diffjax.kernels.precision import accumulation_dtype
 from diffjax.models import context_shards, streams
-from diffjax.models.backbone import Backbone, empty_context
+from diffjax.models.backbone import CLEAN, FRONTIER, Backbone, empty_context
 from diffjax.models.context import Context, capacity_of, grow
 from diffjax.models.layers import Projection, RMSNorm, parameter
+from diffjax.models.placement import constrain
 
 Params = dict[str, Any]
 
@@ -49,17 +50,18 @@ class DenoiserModule(nn.Module):
             self.head = Projection(shape, axes, dtype, c.init_std, out_dtype=logits_dtype)
 
     def __call__(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None):
-        """Tokens of either stream, or None -> hidden states (clean, frontier), contexts, auxiliary."""
+        """Tokens of either stream, or None -> (hidden states of the frontiers, of the clean stream, contexts,
+        auxiliary)."""
         hidden = self.embedded(clean, frontiers, embedding)
-        hidden, contexts, auxiliary = self.backbone(*hidden, clean_stream, frontier_stream, context)
+        (clean, frontier), contexts, auxiliary = self.backbone(*hidden, clean_stream, frontier_stream, context)
         if self.is_initializing():
-            self.logits(hidden[1])  # makes the parameters of the norm and the head
-        return hidden, contexts, auxiliary
+            self.logits(frontier)  # makes the parameters of the norm and the head
+        return frontier, clean, contexts, auxiliary
 
     def embedded(self, clean, frontiers, embedding=None):
         """Tokens of either stream, or None -> (clean [B, T, D], frontier [B, F, G, D])."""
-        clean = None if clean is None else self.embed(clean)
-        frontier = None if frontiers is None else self.embed(frontiers)
+        clean = None if clean is None else self.embed(clean, CLEAN)
+        frontier = None if frontiers is None else self.embed(frontiers, FRONTIER)
         if embedding is not None:
             frontier = frontier + embedding.astype(frontier.dtype)
         return clean, frontier
@@ -83,8 +85,17 @@ class Embedding(nn.Module):
     def setup(self):
         self.table = parameter(self, "table", nn.initializers.normal(self.std), self.shape, ("vocab", "embed"))
 
-    def __call__(self, tokens: Array) -> Array:
-        return jnp.take(self.table, tokens, axis=0).astype(self.dtype)
+    def __call__(self, tokens: Array, names: tuple[str, ...]) -> Array:
+        """tokens [...] int32 -> [..., D], whose dimensions have the logical `names`.
+
+        The table's width is split by a mesh axis that splits rows too. So each device looks up its part of the width
+        for the rows of all devices along that axis, and then they exchange parts for rows. Told less, the compiler
+        gathers the table or the rows whole on some meshes.
+        """
+        _, *between, _ = names
+        tokens = constrain(tokens, "lookup_batch", *between)
+        rows = jnp.take(self.table, tokens, axis=0).astype(self.dtype)
+        return constrain(constrain(rows, "lookup_batch", *between, "lookup_embed"), *names)
 
     def attend(self, hidden: Array) -> Array:
         precision = None if self.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
@@ -220,7 +231,7 @@ class Denoiser:
 
     def logits(self, params: Params, hidden: Array) -> Array:
         """Raw logits of hidden states, [..., D] -> [..., V] in at least float32."""
-        return self._apply(params, hidden, method="logits")
+        return self._apply(params, hidden, method=DenoiserModule.logits)
 
     def clean_logits(self, params: Params, tokens: Array) -> Array:
         """Next-token logits of the clean stream (causal prefix only), [B, T] -> [B, T, V]: j predicts token j + 1."""

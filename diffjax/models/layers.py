@@ -54,13 +54,15 @@ class Projection(nn.Module):
     def __call__(self, x: Array) -> Array:
         kernel = parameter(self, "kernel", nn.initializers.normal(self.std), self.shape, self.axes)
         rows, columns = math.prod(self.shape[: self.contract]), math.prod(self.shape[self.contract :])
-        y = matmul(x.reshape(-1, rows).astype(self.dtype), kernel.reshape(rows, columns), self.out_dtype or self.dtype)
-        return y.reshape(*x.shape[: x.ndim - self.contract], *self.shape[self.contract :])
+        lead = x.shape[: x.ndim - self.contract]  # not merged: the compiler would gather what lies on mesh axes
+        x = x.reshape(*lead, rows).astype(self.dtype)
+        y = matmul(x, kernel.reshape(rows, columns), self.out_dtype or self.dtype)
+        return y.reshape(*lead, *self.shape[self.contract :])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x: Array, kernel: Array, dtype) -> Array:
-    """x [T, I] @ kernel [I, O] in x's dtype -> [T, O] in `dtype`, with a backward pass of two plain products.
+    """x [..., I] @ kernel [I, O] in x's dtype -> [..., O] in `dtype`, with a backward pass of two plain products.
 
     The kernel stays in its own dtype outside, and its gradient is summed and returned in that. Autodiff would ask for
     the kernel's gradient as dy^T x; XLA then recomputes all that is fused into dy with strided writes, which on CPU
@@ -70,22 +72,23 @@ def matmul(x: Array, kernel: Array, dtype) -> Array:
 
 
 def _matmul_forward(x, kernel, dtype):
-    return _product(x, kernel.astype(x.dtype), (1, 0), dtype), (x, kernel)
+    return _product(x, kernel.astype(x.dtype), ([x.ndim - 1], [0]), dtype), (x, kernel)
 
 
 def _matmul_backward(dtype, saved, dy):
     x, kernel = saved
     dy = jax.lax.optimization_barrier(dy.astype(x.dtype))
-    return _product(dy, kernel.astype(x.dtype), (1, 1), x.dtype), _product(x, dy, (0, 0), kernel.dtype)
+    dx = _product(dy, kernel.astype(x.dtype), ([dy.ndim - 1], [1]), x.dtype)
+    tokens = list(range(x.ndim - 1))
+    return dx, _product(x, dy, (tokens, tokens), kernel.dtype)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _product(x: Array, y: Array, contract: tuple[int, int], dtype) -> Array:
+def _product(x: Array, y: Array, contract: tuple[list[int], list[int]], dtype) -> Array:
     precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    dimensions = ((contract[:1], contract[1:]), ((), ()))
-    return jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=dtype)
+    return jax.lax.dot_general(x, y, (contract, ((), ())), precision=precision, preferred_element_type=dtype)
 
 
 def rotate(x: Array, positions: Array, theta: float) -> Array:

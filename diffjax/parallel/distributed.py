@@ -82,7 +82,7 @@ def start(config: DistributedConfig) -> None:
         _speak_as(_group.rank, _group.count)
     hosts = gather(os.uname().nodename)
     _group.joined = "joined: " + ", ".join(f"{rank} ({host})" for rank, host in enumerate(hosts))
-    print(_group.joined, flush=True)
+    _say(_group.joined, _group.rank)
     _last_words("ended without a report of its own, see the end of the other processes' logs")
 
 

@@ -1,6 +1,5 @@
 """The device mesh, the rules that place named dimensions on it, and the placement of batches. Knows no model."""
 
-import difflib
 import math
 from collections.abc import Callable
 
@@ -12,25 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from diffjax.config import MeshConfig
 from diffjax.data.batch import Batch
 from diffjax.errors import UserError
-
-AXES = ("data", "fsdp", "context", "tensor")
-BATCH_AXES, CONTEXT_AXIS = ("data", "fsdp"), "context"
-
-# Logical name of a parameter's dimension -> the mesh axis it is split over, or None where it stays whole.
-RULES: dict[str, str | tuple[str, ...] | None] = {
-    "vocab": "tensor",
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "head_dim": None,
-    "mlp": "tensor",
-    "ssm_heads": "tensor",
-    "ssm_head_dim": None,
-    "groups": None,
-    "state": None,
-    "conv": None,
-    "layers": None,
-}
+from diffjax.models.placement import AXES, BATCH_AXES, CONTEXT_AXIS, RULES, axes_of
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
@@ -102,11 +83,10 @@ def _resolve(name: str, shape: tuple[int, ...], axes: tuple, sizes: dict[str, in
         raise UserError(f"{label}: has {len(shape)} dimensions, but {len(axes)} logical axes {axes}")
     spec, taken = [], {}
     for dim, (length, logical) in enumerate(zip(shape, axes, strict=True)):
-        if logical is not None and logical not in rules:
-            nearest = difflib.get_close_matches(logical, rules, n=1, cutoff=0.0)[0]
-            raise UserError(f"{label}: logical axis '{logical}' has no rule; nearest '{nearest}'")
-        target = None if logical is None else rules[logical]
-        mesh_axes = (target,) if isinstance(target, str) else tuple(target or ())
+        try:
+            mesh_axes = axes_of(logical, rules)
+        except ValueError as error:
+            raise UserError(f"{label}: {error}") from None
         for axis in mesh_axes:
             if axis in taken:
                 raise UserError(f"{label}: '{taken[axis]}' and '{logical}' both map to mesh axis '{axis}'")
@@ -120,7 +100,7 @@ def _resolve(name: str, shape: tuple[int, ...], axes: tuple, sizes: dict[str, in
                 f"{label}: dim {dim} '{logical}'={length} does not divide by mesh axis '{axis}'={parts}; "
                 f"nearest {nearest}"
             )
-        spec.append(target)
+        spec.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
     return PartitionSpec(*spec)
 
 
@@ -156,17 +136,22 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows are split over data and fsdp; everything else is whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
 def batch_sharding(mesh: Mesh) -> Batch:
     """Where each array of a batch lies: rows are split over data and fsdp, tokens and blocks of a row over context."""
-    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    rows = row_sharding(mesh)
     tokens = NamedSharding(mesh, PartitionSpec(BATCH_AXES, CONTEXT_AXIS))
     return Batch(tokens=tokens, segments=tokens, valid=tokens, scored=tokens, row=rows)
 
 
-def place_whole(tree, shardings):
+def place_whole(tree, sharding: NamedSharding):
     """Host arrays, the same on every process, as global arrays; each device takes its part, nothing is sent around."""
-    place = lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x)[index])
-    return jax.tree.map(place, tree, shardings)
+    place = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x)[index])
+    return jax.tree.map(place, tree)
 
 
 def to_host(array: jax.Array) -> np.ndarray:

@@ -56,7 +56,7 @@ def text(seed=0):
 
 @functools.cache
 def outcome(pattern, prefix, frontiers, mesh="one device", dtype="float64"):
-    """(loss, gradients, next-token loss or None) of the objective on a mesh; the same weights, text, noise."""
+    """(loss, gradients, next-token loss or None) of the objective on a mesh; one set of weights, text and noise."""
     sizes = MESHES.get(mesh, {})
     autoregressive = 0.5 if prefix == "causal" else 0.0
     objective_config = ObjectiveConfig(frontiers=frontiers, autoregressive=autoregressive)
@@ -183,14 +183,15 @@ def test_a_train_step_gives_the_parameters_of_one_device():
 
     def updated(sizes):
         config = make_config(
-            model__pattern="M", model__layers=2, training__batch_size=4, training__microbatches=2,
+            training__batch_size=4, training__microbatches=2,
             optimizer__warmup_steps=0,
         )  # fmt: skip
         mesh = make_mesh(sizes)
         with jax.enable_x64(True), jax.set_mesh(mesh):
             denoiser = Denoiser(model_config("M", "bidirectional"), VOCAB)
-            abstract = jax.eval_shape(make_init(config, denoiser.init), jax.random.key(0))
-            placement = mesh_lib.shardings(abstract["params"], denoiser.logical_axes(), mesh)
+            axes = denoiser.logical_axes()
+            abstract = jax.eval_shape(make_init(config, denoiser.init, axes), jax.random.key(0))
+            placement = mesh_lib.shardings(abstract["params"], axes, mesh)
             whole = state_shardings(config, abstract, placement, mesh)
             objective = block_diffusion(denoiser, config.objective, MASK, "mask_fill")
             step = make_train_step(config, objective, lambda s, b: draw(config.objective, 0, s, b, 4), mesh, placement)
@@ -201,7 +202,7 @@ def test_a_train_step_gives_the_parameters_of_one_device():
             abstract_batch = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), batch)
             compiled = compile_step(step, abstract, whole, abstract_batch, mesh)
             params = jax.device_put(randomise(abstract["params"], seed=1), placement)
-            fresh = make_init(config, lambda key: params)
+            fresh = make_init(config, lambda key: params, axes)
             state, metrics = compiled(jax.jit(fresh, out_shardings=whole)(jax.random.key(0)), batch)
             moved = jax.tree.map(lambda new, old: np.asarray(new) - old, state["params"], randomise(params, seed=1))
             return np.asarray(metrics["loss"]), np.asarray(metrics["grad_norm"]), moved
@@ -265,8 +266,7 @@ def test_only_states_and_a_few_inputs_cross_between_shards(pattern):
     crossing = [one for one in collectives(text) if one.kind != "all-reduce"]
     elements: dict[str, set[int]] = {}
     for one in crossing:
-        sizes = {math.prod(array.shape) for array in (*one.operands, *one.results)}
-        elements.setdefault(one.kind, set()).update(sizes)
+        elements.setdefault(one.kind, set()).update(math.prod(array.shape) for array in one.operands + one.results)
     state, heads = rows * 2 * 16 * 8, rows * 2
     tail_x, tail_BC = rows * 3 * 2 * 16, rows * 3 * 2 * 8
     keys = rows * length * 2 * 16

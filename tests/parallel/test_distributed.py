@@ -14,7 +14,7 @@ import pytest
 from diffjax.config import DistributedConfig, MeshConfig
 from diffjax.errors import UserError
 from diffjax.parallel import distributed
-from diffjax.parallel.mesh import batch_sharding, make_mesh, place_whole, to_host
+from diffjax.parallel.mesh import make_mesh, place_whole, row_sharding, to_host
 
 
 def test_every_helper_works_alone(capsys):
@@ -167,8 +167,8 @@ def test_last_words_are_said_by_those_who_die(tmp_path, end, said):
 
 def test_host_arrays_go_to_the_mesh_and_back():
     mesh = make_mesh(MeshConfig(data=4, fsdp=2))
-    values, where = {"a": np.arange(16).reshape(8, 2), "b": np.arange(8)}, batch_sharding(mesh)
-    placed = place_whole(values, {"a": where.tokens, "b": where.row})
-    assert placed["a"].sharding == where.tokens
+    values = {"a": np.arange(16).reshape(8, 2), "b": np.arange(8)}
+    placed = place_whole(values, row_sharding(mesh))
+    assert placed["a"].sharding == row_sharding(mesh)
     for name, value in values.items():
         np.testing.assert_array_equal(to_host(placed[name]), value)

@@ -19,7 +19,9 @@ def rates(steps, count, **config):
     return np.asarray(jax.vmap(schedule)(jnp.arange(count)))
 
 
-@pytest.mark.parametrize("schedule, extra", [("cosine", {}), ("wsd", {"decay_steps": 10}), ("constant", {})])
+@pytest.mark.parametrize(
+    "schedule, extra", [("cosine", {}), ("wsd", {"decay_steps": 10}), ("constant", {}), ("rsqrt", {})]
+)
 def test_warm_up_starts_above_zero_and_reaches_the_peak(schedule, extra):
     got = rates(50, 6, schedule=schedule, warmup_steps=5, **extra)
     np.testing.assert_allclose(got[:5], 2e-3 * np.array([1, 2, 3, 4, 5]) / 5, rtol=1e-6)
@@ -39,6 +41,26 @@ def test_wsd():
     np.testing.assert_allclose(got[10:81], 2e-3, rtol=1e-6)
     np.testing.assert_allclose(got[80:101], 2e-3 * (100 - np.arange(80, 101)) / 20, atol=1e-9)
     assert (got[100:] == 0).all()
+
+
+def test_wsd_falls_with_the_square_root():
+    got = rates(100, 130, schedule="wsd", warmup_steps=10, decay_steps=20, decay_shape="1-sqrt", final_ratio=0.1)
+    np.testing.assert_allclose(got[10:81], 2e-3, rtol=1e-6)
+    want = [2e-3 * (0.1 + 0.9 * (1 - math.sqrt(done / 20))) for done in range(21)]
+    np.testing.assert_allclose(got[80:101], want, rtol=1e-5)
+    np.testing.assert_allclose(got[85], 2e-3 * 0.55, rtol=1e-6)  # a quarter in, half of the way down
+    np.testing.assert_allclose(got[100:], 2e-4, rtol=1e-5)
+
+
+def test_rsqrt_joins_the_warm_up_and_has_no_end():
+    got = rates(20, 400, schedule="rsqrt", warmup_steps=25)
+    np.testing.assert_allclose(got[:25], 2e-3 * np.arange(1, 26) / 25, rtol=1e-6)
+    np.testing.assert_allclose(got[25:], 2e-3 * np.sqrt(25 / np.arange(26, 401)), rtol=1e-6)
+    np.testing.assert_allclose([got[99], got[399]], [1e-3, 5e-4], rtol=1e-6)
+    np.testing.assert_array_equal(got, rates(20, 400, schedule="rsqrt", warmup_steps=25, schedule_steps=50))
+    np.testing.assert_allclose(
+        rates(9, 9, schedule="rsqrt", warmup_steps=0), 2e-3 / np.sqrt(np.arange(1, 10)), rtol=1e-6
+    )
 
 
 def test_constant_and_no_warm_up():

@@ -28,16 +28,16 @@ class Runner:
         mesh_config = dataclasses.replace(config.mesh, **{"data": 1, **(sizes or {})})
         count = np.prod(list((sizes or {}).values())) if sizes else 1
         self.mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[: int(count)])
-        init = make_init(config, ToyDenoiser().init)
-        self.abstract = jax.eval_shape(init, jax.random.key(0))
-        params = mesh_lib.shardings(self.abstract["params"], ToyDenoiser().logical_axes(), self.mesh)
+        axes = ToyDenoiser().logical_axes()
+        self.init = make_init(config, ToyDenoiser().init, axes)
+        self.abstract = jax.eval_shape(self.init, jax.random.key(0))
+        params = mesh_lib.shardings(self.abstract["params"], axes, self.mesh)
         self.placement = state_shardings(config, self.abstract, params, self.mesh)
-        step = make_train_step(config, objective or make_objective(config), make_draw(config), self.mesh, params)
+        step = make_train_step(config, objective or make_objective(config), make_draw(config), self.mesh, params, axes)
         self.step = compile_step(step, self.abstract, self.placement, abstract_batch(ROWS), self.mesh)
 
     def state(self):
-        one = jax.jit(make_init(self.config, ToyDenoiser().init))(jax.random.key(0))
-        return jax.device_put(one, self.placement)
+        return jax.device_put(jax.jit(self.init)(jax.random.key(0)), self.placement)
 
     def batch(self, number):
         read = lambda numbers: read_rows(number, numbers)
