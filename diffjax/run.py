@@ -34,6 +34,7 @@ from diffjax.errors import Preempted, UserError, exit_code
 from diffjax.evaluation.likelihood import evaluate_likelihood
 from diffjax.kernels import dispatch
 from diffjax.models.denoiser import Denoiser
+from diffjax.models.flops import flops_per_token
 from diffjax.parallel import distributed
 from diffjax.parallel.mesh import make_mesh, place_whole, row_sharding, to_host
 from diffjax.sampling.generate import Generation, generate, sampler
@@ -190,6 +191,7 @@ def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
         identities=_identities(corpus),
         evaluate=evaluate_now,
         notes={"corpus_folder": str(corpus.directory.absolute())},
+        row_flops=data.sequence_length * flops_per_token(config, tokenizer.vocab_size),
     )
 
 

@@ -17,6 +17,7 @@ SCALARS = ("learning_rate", "grad_norm", "update_norm", "param_norm")
 class Journal:
     """Fed by `send(step, metrics)`, which fetches the metrics of the step before while the devices work on this one.
 
+    peak_rows    rows per second at the devices' peak, for `train/mfu`; None where the peak is not known
     tokens_seen  valid tokens of all steps, a Python int (int32 would overflow)
     stuck        None, or why the guard gives the run up
     """
@@ -29,10 +30,11 @@ class Journal:
         progress: Progress,
         leaf_paths: list[str],
         tokens_seen: int = 0,
+        peak_rows: float | None = None,
     ):
         self.tokens_seen = tokens_seen
         self.stuck: str | None = None
-        self._config, self._run_dir = config, run_dir
+        self._config, self._run_dir, self._peak_rows = config, run_dir, peak_rows
         self._trackers, self._progress, self._leaf_paths = trackers, progress, leaf_paths
         self._pending: tuple | None = None
         self._clear()
@@ -91,6 +93,9 @@ class Journal:
                 "train/tokens_per_second": self._tokens / seconds,
                 "train/step_seconds": seconds / self._steps,
             }
+            if self._peak_rows is not None:  # every row costs the same, padding and rejected steps included
+                rows = training.batch_size * self._steps
+                values["train/mfu"] = rows / seconds / self._peak_rows
             self._log(step, values)
             self._clear()
 

@@ -14,6 +14,7 @@ from diffjax.config import Config, config_hash
 from diffjax.data.batch import Batch
 from diffjax.errors import GuardStop, Preempted
 from diffjax.parallel import mesh as mesh_lib
+from diffjax.parallel.chips import peak_flops
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.journal import Journal
 from diffjax.training.optimizer import describe as describe_optimizer
@@ -35,6 +36,7 @@ class Job:
     evaluate    (params, should_stop) -> record of held-out numbers, or None when it was cut off
     identities  {"corpus": text, "tokenizer": text}, compared on resume
     notes       anything else for the checkpoints' meta
+    row_flops   FLOPs of training on one row, or None
     """
 
     config: Config
@@ -47,6 +49,7 @@ class Job:
     identities: dict[str, str]
     evaluate: Callable[[dict, Callable[[], bool]], dict | None] = lambda params, should_stop: {}
     notes: dict = field(default_factory=dict)
+    row_flops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) 
     trackers = Trackers(config, run_dir, config.run.id)
     progress = Progress(steps, start.step)
     leaf_paths = mesh_lib.paths(start.state["params"])
-    journal = Journal(config, run_dir, trackers, progress, leaf_paths, start.tokens_seen)
+    journal = Journal(config, run_dir, trackers, progress, leaf_paths, start.tokens_seen, _peak_rows(job))
     rows = mesh_lib.batch_sharding(job.mesh)
     about = {**job.notes, **describe(config, job.identities), "config_hash": config_hash(config)}
     state, done = start.state, start.step
@@ -137,6 +140,12 @@ def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) 
     finally:
         progress.close()
         trackers.close()
+
+
+def _peak_rows(job: Job) -> float | None:
+    """Rows per second at the peak of the mesh's devices; None where the peak of their kind is not known."""
+    peak = peak_flops(job.mesh.devices.flat[0].device_kind)
+    return None if peak is None or job.row_flops is None else peak * job.mesh.size / job.row_flops
 
 
 def _compile(train_step, abstract: dict, placement: dict, job: Job, whole: list):
