@@ -150,8 +150,8 @@ def batch_sharding(mesh: Mesh) -> Batch:
 
 def place_whole(tree, sharding: NamedSharding):
     """Host arrays, the same on every process, as global arrays; each device takes its part, nothing is sent around."""
-    place = lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x)[index])
-    return jax.tree.map(place, tree, shardings)
+    place = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x)[index])
+    return jax.tree.map(place, tree)
 
 
 def to_host(array: jax.Array) -> np.ndarray:

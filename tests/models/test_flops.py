@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from diffjax.config import Config, KernelsConfig, MambaConfig, ModelConfig
+from diffjax.config import Config, KernelsConfig, MambaConfig, ModelConfig, load_config
 from diffjax.data.batch import abstract_batch
 from diffjax.diffusion.corruption import draw
 from diffjax.diffusion.objectives import block_diffusion

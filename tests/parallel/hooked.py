@@ -1,8 +1,9 @@
 """The command line with hooks: fingerprints of rows and noise among the metrics, slow parts, signals to itself.
 
 Run as `python -m tests.parallel.hooked HOOKS VERB ...`, HOOKS a JSON object: rank (of this process), and as wanted
-slow_rows (seconds for each step), slow_evaluation [number of the evaluation, seconds for each batch], and
-signal {"rank", "at": ["rows", step] or ["evaluation", number], "number"}; number 0 raises an OSError instead.
+slow_prepare and slow_rows (seconds, the latter for each step), slow_evaluation [number of the evaluation, seconds for
+each batch], and signal {"rank", "at": ["rows", step] or ["evaluation", number], "number"}; number 0 raises an
+OSError instead.
 """
 
 import itertools
@@ -34,6 +35,15 @@ def rows(self, step, numbers):
     signal_at("rows", step)
     time.sleep(hooks.get("slow_rows", 0))
     return real_rows(self, step, numbers)
+
+
+real_prepare = run.prepare
+
+
+def prepare(config):
+    print("preparing slowly", flush=True)
+    time.sleep(hooks.get("slow_prepare", 0))
+    return real_prepare(config)
 
 
 real_batches, evaluations = run.held_out_batches, itertools.count()
@@ -75,7 +85,7 @@ def objective(*arguments):
 
 
 if __name__ == "__main__":
-    TrainLoader.rows, run.held_out_batches, run.block_diffusion = rows, batches, objective
+    TrainLoader.rows, run.held_out_batches, run.block_diffusion, run.prepare = rows, batches, objective, prepare
     from diffjax.cli import main
 
     sys.exit(main(sys.argv[2:]))

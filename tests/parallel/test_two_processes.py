@@ -128,10 +128,13 @@ def test_errors_of_one_end_all(home):
 
 
 def test_a_killed_process_ends_the_other(home):
-    """Killed between steps, where no collective notices: the other is ended, and its last line says who had joined."""
+    """Where no collective notices: the coordinator while it prepares, the other process between two steps.
+
+    The one that is left is ended, and its last line says who had joined.
+    """
 
     def start(victim, rank, place):
-        hooks = json.dumps({"rank": rank, "slow_rows": 60})
+        hooks = json.dumps({"rank": rank, "slow_rows": 60, "slow_prepare": 0 if victim else 60})
         arguments = [hooks, "train", home / "tiny.yaml", *place, f"run.dir={home}/killed_{victim}"]
         log = home / f"killed_{victim}.{rank}.log"
         return Process(log, "tests.parallel.hooked", arguments, 2, home / "compile_cache")
@@ -139,7 +142,7 @@ def test_a_killed_process_ends_the_other(home):
     pairs = [[start(victim, rank, place) for rank, place in enumerate(ranks(2))] for victim in (0, 1)]
     with running(*pairs[0], *pairs[1]):
         for victim, pair in enumerate(pairs):
-            pair[0].wait_for("step 0/8", 100)
+            pair[0].wait_for("step 0/8" if victim else "preparing slowly", 100)
             pair[victim].popen.send_signal(signal.SIGKILL)
         for victim, pair in enumerate(pairs):
             other, host = pair[1 - victim], os.uname().nodename
