@@ -17,6 +17,7 @@ from diffjax.parallel import mesh as mesh_lib
 from diffjax.parallel.chips import peak_flops
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.journal import Journal
+from diffjax.training.noise_check import check_noise
 from diffjax.training.optimizer import describe as describe_optimizer
 from diffjax.training.start import describe, find_start, stored_meta
 from diffjax.training.step import compile_step, donated_share, lay_out, make_train_step
@@ -82,6 +83,7 @@ def fit(job: Job) -> Outcome:
                 print(f"already at step {meta['step']} of {steps}; a larger training.steps continues")
                 return Outcome(meta["step"], None, meta["tokens_seen"])
 
+            check_noise(job.draw_noise, job.batch, mesh)
             train_step = make_train_step(config, job.objective, job.draw_noise, mesh, placement["params"], axes)
             print(*describe_optimizer(config.optimizer, abstract["params"], axes), sep="\n")
             step_fn = _compile(train_step, abstract, placement, job, whole)
