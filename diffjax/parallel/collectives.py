@@ -55,13 +55,13 @@ def collectives(hlo_text: str) -> list[Collective]:
 
     The two halves of an asynchronous one count as one, and so do the copies that the TPU compiler spreads over the
     operations it hides it behind (they share a channel; those inside `jax.shard_map`, which share one channel among all
-    of them, also share what they exchange and where in the traced program).
+    of them, also share what they exchange and where in the traced program, and lie in different computations).
     """
     computations, entry = _parse(hlo_text)
     times = _times_run(computations, entry)
     found: dict = {}
     for name, instructions in computations.items():
-        types = {instruction.name: instruction.results for instruction in instructions}
+        types, here = {instruction.name: instruction.results for instruction in instructions}, []
         for instruction in instructions:
             kind = instruction.opcode.removesuffix("-start")
             if kind not in KINDS or times[name] == 0:
@@ -76,6 +76,8 @@ def collectives(hlo_text: str) -> list[Collective]:
             key = (kind, channel[1]) if channel else (name, instruction.name)
             if channel and channel[1] == BY_HAND:
                 key = (*key, operands, results, *_ORIGIN.findall(instruction.rest))
+                key = (*key, sum(other[:-1] == key for other in here))  # none of a computation are copies
+                here.append(key)
             found.setdefault(key, Collective(kind, operands, results, times[name], op_name[1] if op_name else ""))
     return list(found.values())
 

@@ -123,7 +123,7 @@ def test_exchanges_by_hand_are_told_apart():
     mesh = make_mesh(MeshConfig(data=1, fsdp=8))
 
     def exchange(x, y):
-        return jax.lax.all_gather(x, "fsdp"), jax.lax.all_gather(x + y, "fsdp"), jax.lax.all_gather(y[:1], "fsdp")
+        return [jax.lax.all_gather(array, "fsdp") for array in (x, x + y, y[:1])]
 
     split, whole = PartitionSpec("fsdp"), PartitionSpec()
     by_hand = jax.shard_map(exchange, mesh=mesh, in_specs=split, out_specs=whole, check_vma=False)
