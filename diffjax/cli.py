@@ -20,8 +20,9 @@ from pathlib import Path
 
 from diffjax import __version__
 from diffjax.config import load_config, to_dict
-from diffjax.errors import GuardStop, Preempted, UserError
+from diffjax.errors import GuardStop, Preempted, StuckSave, UserError
 from diffjax.huge_pages import restart_with_huge_pages
+from diffjax.interruption import preempted_by_sigterm
 
 EXIT_CODES = {UserError: 2, GuardStop: 4, Preempted: 75, KeyboardInterrupt: 130}
 BROKEN_PIPE = 141
@@ -42,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
             code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
             result = {"error": str(error) or "interrupted", "exit_code": code}
             print(result["error"], file=sys.stderr)
+            if arguments.own_process and isinstance(error, StuckSave):
+                output.flush()
+                os._exit(code)
         if arguments.json:
             print(json.dumps(_plain(result), allow_nan=False), file=output)
         output.flush()
@@ -86,7 +90,8 @@ def _prepare(arguments):
     config = load_config(arguments.config, arguments.overrides)
     from diffjax.data.prepare import prepare
 
-    return prepare(config).manifest
+    with preempted_by_sigterm("stopped; the same command goes on"):
+        return prepare(config).manifest
 
 
 def _sample(arguments):

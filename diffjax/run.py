@@ -9,19 +9,20 @@ import dataclasses
 import fcntl
 import json
 import os
-import resource
 import shlex
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from diffjax.compile_cache import compile_cache
 from diffjax.config import Config, MeshConfig, dump_yaml, load_config, validate
 from diffjax.data.batch import Batch
 from diffjax.data.corpus import Corpus
@@ -30,8 +31,9 @@ from diffjax.data.prepare import prepare
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.diffusion.corruption import draw
 from diffjax.diffusion.objectives import block_diffusion
-from diffjax.errors import Preempted, UserError
+from diffjax.errors import GuardStop, Preempted, UserError
 from diffjax.evaluation.likelihood import evaluate_likelihood
+from diffjax.interruption import preempted_by_sigterm
 from diffjax.kernels import dispatch
 from diffjax.models.denoiser import Denoiser
 from diffjax.parallel.mesh import batch_sharding, make_mesh
@@ -39,10 +41,8 @@ from diffjax.sampling.generate import Generation, generate, sampler
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.loop import Job, fit
 from diffjax.training.start import check_resume, check_weights, stored_meta, weights_entry
-from diffjax.training.tracking import duration, is_first_process, plain, read_metric
-
-NELBO = "eval/nelbo_nats_per_token"
-UNIGRAM = "eval/unigram_nats_per_token"
+from diffjax.training.summary import NELBO, UNIGRAM, summarise
+from diffjax.training.tracking import duration, is_first_process
 
 
 @dataclass(frozen=True)
@@ -78,33 +78,34 @@ def train(config: Config, *, resume_command: str | None = None) -> TrainResult:
     dispatch.forget()
     sampler(config.sampling, config.model.block_size)  # a bad key is better told now than after the last step
     run_dir = Path(config.run.dir)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"run.dir={run_dir} cannot be a run folder: {error.strerror}; choose another") from None
-    with _locked(run_dir), _precision(config):
-        config = _with_id(config, run_dir)
+    with _folder(run_dir), _locked(run_dir), _settings(config):
         meta = stored_meta(config, {}, lambda text: None)
         if meta is not None and meta["step"] >= config.training.steps:
             print(f"already at step {meta['step']} of {config.training.steps}; a larger training.steps continues")
             return TrainResult(meta["step"], str(run_dir), _read_summary(run_dir))
+        config = _with_id(config, run_dir, meta)
         began = time.monotonic()
-        corpus = prepare(config)
+        with _stoppable("stopped before the first step; nothing is half-written, the same command starts again"):
+            corpus = prepare(config)
         held_out_indices(corpus, config.evaluation.rows)  # raises where nothing is held out
         if meta is not None:  # before anything in the folder is written
             check_resume(meta, config, _identities(corpus), config.run.dir, lambda text: None)
         job = _job(config, corpus, make_mesh(config.mesh))
+        write_summary = partial(_write_summary, job, began, resume_command)
         with TrainLoader(corpus, config) as loader:
             try:
                 outcome = fit(dataclasses.replace(job, read_rows=loader.rows))
+            except GuardStop as stop:
+                write_summary("guard stop", stop)
+                raise
             except Preempted as stop:
+                write_summary("preempted", stop)
                 again = resume_command or "the same call"
-                raise Preempted(f"{stop}. To go on: {again}") from None
+                raise Preempted(f"{stop}. To go on: {again}", stop.step, stop.tokens_seen) from None
+        summary = write_summary("finished", outcome)
         weights = outcome.state.get("ema", outcome.state["params"])
-        with jax.set_mesh(job.mesh):
+        with jax.set_mesh(job.mesh), _stoppable("stopped after the last step; the run is whole but for its samples"):
             text = _write_samples(config, job.denoiser, corpus, weights, outcome.step)
-        summary = _summary(config, run_dir, outcome, weights, time.monotonic() - began)
-        _write(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         _print_end(config, summary, text, resume_command)
         return TrainResult(outcome.step, str(run_dir), summary)
 
@@ -124,8 +125,10 @@ def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
             print(f"WARNING: {error}", file=sys.stderr)
             return {NELBO: float("nan")}
 
-    _write(run_dir / "config.yaml", dump_yaml(config))
-    _write(run_dir / "tokenizer.model", tokenizer.model_bytes)
+    def begin():
+        _write(run_dir / "config.yaml", dump_yaml(config))
+        _write(run_dir / "tokenizer.model", tokenizer.model_bytes)
+
     arrays = [((length,), np.int32), ((length // config.model.block_size,), np.int32)]
     arrays += [((length,), np.bool_), ((length,), np.bool_), ((), np.int32)]
     return Job(
@@ -139,6 +142,7 @@ def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
         identities=_identities(corpus),
         evaluate=evaluate_now,
         notes={"corpus_folder": str(corpus.directory.absolute())},
+        begin=begin,
     )
 
 
@@ -159,7 +163,7 @@ def load_run(folder, overrides=()) -> Run:
     tokenizer = Tokenizer.load(run_dir / "tokenizer.model")
     denoiser = Denoiser(config.model, vocab_size=tokenizer.vocab_size, kernels=config.kernels)
     checkpoints = Checkpoints(run_dir / "checkpoints", report=lambda text: print(text, file=sys.stderr))
-    with _precision(config):
+    with _settings(config):
         device = SingleDeviceSharding(jax.devices()[0])
         params = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), denoiser.abstract_params()
@@ -182,7 +186,7 @@ def evaluate(run: Run, **keys) -> dict:
     validate(config)
     corpus = _corpus_of(run)
     mesh = _one_device()
-    with _precision(config), jax.set_mesh(mesh):
+    with _settings(config), jax.set_mesh(mesh):
         record = _likelihood(config, run.denoiser, run.params, corpus, mesh)
     error = "" if record["mc_se"] is None else f" +- {record['mc_se']:.4f}"
     print(f"{run.dir} at step {run.step}: {record['tokens_scored']:,} held-out tokens, estimator {record['estimator']}")
@@ -199,7 +203,7 @@ def sample(
 ) -> list[Generation]:
     """Continue the prompts; `keys` replace keys of the run's `sampling` section. See `diffjax.sampling.generate`."""
     sampling = dataclasses.replace(run.config.sampling, **keys)
-    with _precision(run.config), jax.set_mesh(_one_device()):
+    with _settings(run.config), jax.set_mesh(_one_device()):
         return generate(run.denoiser, run.params, run.tokenizer, prompts, sampling, on_block=on_block)
 
 
@@ -253,22 +257,24 @@ def _write_samples(config: Config, denoiser, corpus: Corpus, params, step: int) 
     return texts[-1]
 
 
-def _summary(config: Config, run_dir: Path, outcome, params, seconds: float) -> dict:
-    held_out = read_metric(run_dir, NELBO)
-    unigram = read_metric(run_dir, UNIGRAM)
-    kilobytes = 1 if sys.platform == "darwin" else 1024
-    return {
-        "run_id": config.run.id,
-        "step": outcome.step,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
-        "tokens_seen": outcome.tokens_seen,
-        "seconds": round(seconds, 1),
-        "kernels": dict(dispatch.decisions),
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes,
-        "unigram_nats_per_token": plain(unigram[-1][1]) if unigram else None,
-        "first_nelbo_nats_per_token": plain(held_out[0][1]) if held_out else None,
-        "last_nelbo_nats_per_token": plain(held_out[-1][1]) if held_out else None,
-    }
+def _write_summary(job: Job, began: float, command: str | None, ended: str, end) -> dict:
+    """Write and return the summary of a run that ended at `end`: its step and tokens_seen."""
+    summary = summarise(
+        job.config,
+        job.mesh,
+        ended=ended,
+        step=end.step,
+        tokens_seen=end.tokens_seen,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(job.denoiser.abstract_params())),
+        seconds=time.monotonic() - began,
+        command=command,
+    )
+    path = Path(job.config.run.dir) / "summary.json"
+    try:
+        _write(path, json.dumps(summary, indent=2) + "\n")
+    except OSError as error:  # the state is saved; how the run ended must not be hidden by this
+        print(f"WARNING: {path} could not be written: {error.strerror}", file=sys.stderr)
+    return summary
 
 
 def _read_summary(run_dir: Path) -> dict:
@@ -293,13 +299,32 @@ def _print_end(config: Config, summary: dict, text: str, command: str | None) ->
         print(f"go on:     {shlex.join([*words, f'training.steps={2 * config.training.steps}'])}")
 
 
-def _with_id(config: Config, run_dir: Path) -> Config:
-    """The config with its run id: the given one, the folder's, or a new one. Trackers never choose it."""
-    identity, stored = config.run.id, run_dir / "config.yaml"
+def _with_id(config: Config, run_dir: Path, meta: dict | None) -> Config:
+    """The config with its run id: the given one, the run's own, or a new one. Trackers never choose it."""
+    identity, stored = config.run.id or (meta and meta["run_id"]), run_dir / "config.yaml"
     if identity is None and stored.is_file():
         identity = load_config(stored).run.id
     identity = identity or uuid.uuid4().hex[:8]
     return dataclasses.replace(config, run=dataclasses.replace(config.run, id=identity))
+
+
+@contextlib.contextmanager
+def _folder(run_dir: Path) -> Iterator[None]:
+    """Make the run folder; leave none behind where nothing was begun in it."""
+    try:
+        made = not run_dir.exists()
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.dir={run_dir} cannot be a run folder: {error.strerror}; choose another") from None
+    try:
+        yield
+    finally:
+        if made and is_first_process() and {path.name for path in run_dir.iterdir()} <= {".lock", "checkpoints"}:
+            with contextlib.suppress(OSError):  # the folder of checkpoints is not empty
+                (run_dir / "checkpoints").rmdir()
+            with contextlib.suppress(OSError):
+                (run_dir / ".lock").unlink()
+                run_dir.rmdir()
 
 
 @contextlib.contextmanager
@@ -326,9 +351,17 @@ def _locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def _precision(config: Config) -> contextlib.AbstractContextManager:
-    """64-bit numbers for a float64 model, and no change otherwise."""
-    return jax.enable_x64(True) if config.model.dtype == "float64" else contextlib.nullcontext()
+@contextlib.contextmanager
+def _settings(config: Config) -> Iterator[None]:
+    """What JAX is set to while it works for this config: the compile cache, and 64-bit numbers for a float64 model."""
+    wide = jax.enable_x64(True) if config.model.dtype == "float64" else contextlib.nullcontext()
+    with wide, compile_cache(config.training.compile_cache, Path(config.run.dir)):
+        yield
+
+
+def _stoppable(text: str) -> contextlib.AbstractContextManager:
+    """SIGTERM inside ends the run with this text; several processes have JAX's preemption service instead."""
+    return preempted_by_sigterm(text) if jax.process_count() == 1 else contextlib.nullcontext()
 
 
 def _write(path: Path, content: str | bytes) -> None:
