@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb and return its exit code. Reads sys.argv when `argv` is None."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     arguments.own_process = argv is None
-    output = sys.stdout
+    output, stuck = sys.stdout, False
     try:
         try:
             redirect = contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext()
@@ -43,12 +43,12 @@ def main(argv: list[str] | None = None) -> int:
             code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
             result = {"error": str(error) or "interrupted", "exit_code": code}
             print(result["error"], file=sys.stderr)
-            if arguments.own_process and isinstance(error, StuckSave):
-                output.flush()
-                os._exit(code)
+            stuck = isinstance(error, StuckSave)
         if arguments.json:
             print(json.dumps(_plain(result), allow_nan=False), file=output)
         output.flush()
+        if stuck and arguments.own_process:
+            os._exit(code)
         return code
     except BrokenPipeError:
         with contextlib.suppress(OSError, ValueError):  # or the interpreter would complain again in its last flush
