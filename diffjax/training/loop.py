@@ -152,8 +152,8 @@ def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) 
             waited = time.monotonic() - asked
             with jax.transfer_guard("disallow"):
                 state, metrics = step_fn(state, batch)
-            profile.after(done, state)
             journal.send(done, metrics, waited)
+            profile.after(done, state)
             watchdog.beat()
             done += 1
         save(wait=True)
