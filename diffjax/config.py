@@ -80,6 +80,7 @@ class ModelConfig:
 class KernelsConfig:
     ssd: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_triton"] = free("auto")
     attention: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_triton"] = free("auto")
+    cross_entropy_chunk: int | None = free(None)  # tokens of a row whose logits exist at one time; null: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +116,25 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MultipliersConfig:
+    attention: float = warn(1.0)  # mixers, with the norms inside them
+    mamba: float = warn(1.0)
+    mlp: float = warn(1.0)
+    embedding: float = warn(1.0)
+    head: float = warn(1.0)
+    norm: float = warn(1.0)  # before mixers, MLPs and head
+
+
+@dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    name: Literal["adamw"] = refuse("adamw")
+    name: Literal["adamw", "muon", "adafactor"] = refuse("adamw")
     learning_rate: float = warn(1e-3)
-    schedule: Literal["cosine", "wsd", "constant"] = warn("cosine")
+    learning_rate_multipliers: MultipliersConfig = warn(MultipliersConfig)
+    schedule: Literal["cosine", "wsd", "rsqrt", "constant"] = warn("cosine")
     schedule_steps: int | None = warn(None)
     warmup_steps: int = warn(20)
     decay_steps: int = warn(0)
+    decay_shape: Literal["linear", "1-sqrt"] = warn("linear")
     final_ratio: float = warn(0.1)
     beta1: float = warn(0.9)
     beta2: float = warn(0.95)
@@ -259,6 +272,7 @@ _RANGES = (
         "must be at least 1",
         "model.layers model.width model.block_size model.heads model.kv_heads model.head_dim model.mlp_width "
         "model.mamba.heads model.mamba.head_dim model.mamba.state model.mamba.conv model.mamba.groups "
+        "kernels.cross_entropy_chunk "
         "data.sequence_length training.steps training.batch_size training.microbatches training.log_every "
         "training.evaluate_every training.checkpoint_every optimizer.schedule_steps guard.spike_window "
         "guard.max_consecutive checkpoint.keep_last checkpoint.keep_every evaluation.rows evaluation.batch_size "
@@ -269,6 +283,9 @@ _RANGES = (
         lambda value: value >= 0,
         "must be at least 0",
         "optimizer.warmup_steps optimizer.decay_steps optimizer.weight_decay objective.autoregressive "
+        "optimizer.learning_rate_multipliers.attention optimizer.learning_rate_multipliers.mamba "
+        "optimizer.learning_rate_multipliers.mlp optimizer.learning_rate_multipliers.embedding "
+        "optimizer.learning_rate_multipliers.head optimizer.learning_rate_multipliers.norm "
         "sampling.temperature mesh.max_replicated_bytes",
     ),
     (
@@ -398,7 +415,7 @@ def _objective_clashes(objective: ObjectiveConfig, model: ModelConfig, data: Dat
 
 
 def _schedule_clashes(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
-    if optimizer.schedule == "constant":
+    if optimizer.schedule in ("constant", "rsqrt"):
         return
     ramps = {"optimizer.warmup_steps": optimizer.warmup_steps}
     if optimizer.schedule == "wsd":

@@ -135,7 +135,9 @@ def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
         config=config,
         mesh=mesh,
         denoiser=denoiser,
-        objective=block_diffusion(denoiser, config.objective, tokenizer.mask_id, data.tail),
+        objective=block_diffusion(
+            denoiser, config.objective, tokenizer.mask_id, data.tail, config.kernels.cross_entropy_chunk
+        ),
         draw_noise=draw_noise,
         read_rows=None,
         batch=Batch(*(jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in arrays)),
@@ -224,6 +226,7 @@ def _likelihood(config, denoiser, params, corpus: Corpus, mesh: Mesh, should_sto
         mask_id=corpus.tokenizer.mask_id,
         tail=config.data.tail,
         packing=config.data.packing,
+        chunk=config.kernels.cross_entropy_chunk,
         unigram=corpus.unigram(),
         should_stop=should_stop,
         place=lambda batch: jax.device_put(batch, rows),

@@ -83,7 +83,8 @@ def load(text="run: {seed: 0}", *overrides):
         ),
         (
             "kernels: {nothing_like_it: 1}",
-            "configs/a.yaml:1: unknown key 'kernels.nothing_like_it'; the keys of 'kernels' are: ssd, attention",
+            "configs/a.yaml:1: unknown key 'kernels.nothing_like_it'; the keys of 'kernels' are: ssd, attention, "
+            "cross_entropy_chunk",
         ),
         (
             "run.seed: 3",

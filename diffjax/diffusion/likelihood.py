@@ -30,7 +30,7 @@ from diffjax.diffusion.corruption import (
     to_blocks,
     uniform,
 )
-from diffjax.diffusion.objectives import cross_entropy
+from diffjax.diffusion.objectives import chunked_cross_entropy
 from diffjax.diffusion.schedules import elbo_weight
 
 LARGEST_ORACLE_BLOCK = 8
@@ -50,14 +50,17 @@ class Queries(NamedTuple):
     weight: Array
 
 
-def block_nats(denoiser, params, batch: Batch, queries: Queries, mask_id: int, tail: str) -> Array:
+def block_nats(
+    denoiser, params, batch: Batch, queries: Queries, mask_id: int, tail: str, chunk: int | None = None
+) -> Array:
     """The estimate of every block's NELBO in nats: [B, K]. Rows do not meet: each depends on its own tokens alone.
 
-    `denoiser` is anything with `train_logits(params, clean, frontiers, frontier_index, segments=, clean_valid=,
-    frontier_valid=) -> [B, Q, G, V]`. The mask id is taken out of the softmax: it is never text.
+    `denoiser` is anything with `train_hidden(params, clean, frontiers, frontier_index, segments=, clean_valid=,
+    frontier_valid=) -> ([B, Q, G, D], ...)` and `logits(params, [..., D]) -> [..., V]`; `chunk` bounds the logits that
+    exist at a time (`chunked_cross_entropy`). The mask id is taken out of the softmax: it is never text.
     """
     inputs, targets, valid = read_frontiers(batch, queries.frontier_index, queries.masked, mask_id, tail)
-    logits = denoiser.train_logits(
+    hidden, *_ = denoiser.train_hidden(
         params,
         batch.tokens,
         inputs,
@@ -66,8 +69,12 @@ def block_nats(denoiser, params, batch: Batch, queries: Queries, mask_id: int, t
         clean_valid=batch.valid,
         frontier_valid=valid,
     )
-    logits = jnp.where(jnp.arange(logits.shape[-1]) == mask_id, -jnp.inf, logits)
-    entropy = cross_entropy(logits, targets)
+
+    def logits_of_text(hidden):
+        logits = denoiser.logits(params, hidden)
+        return jnp.where(jnp.arange(logits.shape[-1]) == mask_id, -jnp.inf, logits)
+
+    entropy = chunked_cross_entropy(logits_of_text, hidden, targets, chunk)
     nats = jnp.where(queries.masked, queries.weight * entropy, 0.0).sum(-1)
     return nats.reshape(nats.shape[0], -1, batch.segments.shape[1]).sum(1)
 

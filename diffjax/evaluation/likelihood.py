@@ -25,6 +25,7 @@ def evaluate_likelihood(
     mask_id: int,
     tail: str,
     packing: str,
+    chunk: int | None = None,
     unigram: np.ndarray | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     place: Callable[[Batch], Batch] = lambda batch: batch,
@@ -33,6 +34,7 @@ def evaluate_likelihood(
 
     batches      of one shape, the last padded by rows without a valid token; `row` is the example's index in the split
     tokenizer    its `byte_lengths` [V] (UTF-8 bytes of a piece, 0 for specials) and `eos_id` are read
+    chunk        tokens of a row whose logits exist at one time (None: all)
     unigram      token counts [V] of the training split: adds the cross-entropy of that unigram on the same tokens
     should_stop  polled before every batch; when it answers True the evaluation is dropped and None returned
     place        puts a batch of host arrays on the devices
@@ -51,9 +53,8 @@ def evaluate_likelihood(
     exact = denoiser.block_size == 1 and evaluation.estimator != "time"
     drawn = not exact and evaluation.estimator != "oracle"
     samples, replicates = (evaluation.samples, evaluation.replicates) if drawn else (1, 1)
-    estimate = functools.partial(
-        _estimate, denoiser, mask_id=mask_id, tail=tail, estimator=evaluation.estimator, samples=samples
-    )
+    score = {"mask_id": mask_id, "tail": tail, "chunk": chunk}
+    estimate = functools.partial(_estimate, denoiser, estimator=evaluation.estimator, samples=samples, **score)
     seed = np.uint32(evaluation.seed)
     tally = Tally(tokenizer, packing)
     seed_val_nats = 0.0
@@ -63,7 +64,7 @@ def evaluate_likelihood(
         placed = place(batch)
         tally.add(batch, [estimate(params, placed, seed, np.uint32(replicate)) for replicate in range(replicates)])
         if evaluation.seed_val_loss:
-            nats = _masked_nats(denoiser, params, placed, seed, mask_id=mask_id, tail=tail)
+            nats = _masked_nats(denoiser, params, placed, seed, **score)
             seed_val_nats += np.asarray(nats, np.float64).sum()
     if not tally.scored:
         raise UserError("the held-out split has no scored token: add text, or raise data.held_out or evaluation.rows")
@@ -201,15 +202,15 @@ def _histogram(batch: Batch, vocab_size: int) -> np.ndarray:
     return np.bincount(np.asarray(batch.tokens)[scored], minlength=vocab_size)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("mask_id", "tail", "estimator", "samples"))
-def _estimate(denoiser, params, batch, seed, replicate, *, mask_id, tail, estimator, samples) -> Array:
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("estimator", "samples", "mask_id", "tail", "chunk"))
+def _estimate(denoiser, params, batch, seed, replicate, *, estimator, samples, **score) -> Array:
     queries = estimate_queries(estimator, batch, seed, replicate, samples)
-    return block_nats(denoiser, params, batch, queries, mask_id, tail)
+    return block_nats(denoiser, params, batch, queries, **score)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("mask_id", "tail"))
-def _masked_nats(denoiser, params, batch, seed, *, mask_id, tail) -> Array:
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("mask_id", "tail", "chunk"))
+def _masked_nats(denoiser, params, batch, seed, **score) -> Array:
     """Plain cross-entropies of the tokens masked at t ~ U(0, 1), weight 1, summed over blocks: no bound of anything."""
     queries = time_queries(batch, seed, 0, 1)
     queries = queries._replace(weight=queries.masked.astype(jnp.float32))
-    return block_nats(denoiser, params, batch, queries, mask_id, tail)
+    return block_nats(denoiser, params, batch, queries, **score)

@@ -6,6 +6,7 @@ A backend is two functions: `attend`, differentiable, with the arguments of `blo
 """
 
 import functools
+import math
 from typing import Literal, NamedTuple
 
 from jax import Array
@@ -19,6 +20,9 @@ BACKENDS = {
     "pallas_tpu": attention_pallas_tpu,
     "pallas_triton": attention_pallas_triton,
 }
+
+
+STRUCTURES = ("blocks", "causal", "frontiers", None)
 
 
 class OwnBlock(NamedTuple):
@@ -59,8 +63,11 @@ def block_attention(
       float32.
 
     Raises:
-      ValueError: the backend named cannot run this call.
+      ValueError: shapes do not belong together, or the backend named cannot run this call.
     """
+    _check(q, k, v, lo, hi, own, structure)
+    if q.size == 0:
+        return q
     call = {
         "q_shape": q.shape,
         "k_shape": k.shape,
@@ -76,3 +83,24 @@ def block_attention(
     own_split = None if own is None else OwnBlock(Split(0, 3), Split(0, 3), Split(0))
     splits = (Split(0, 2), Split(0, 2), Split(0, 2), Split(0), Split(0), own_split), Split(0, 2)
     return run(choice, BACKENDS, "attend", splits, q, k, v, lo, hi, own, structure=structure, block_size=block_size)
+
+
+def _check(q, k, v, lo, hi, own: OwnBlock | None, structure: str | None) -> None:
+    """Shapes that broadcast, or reach past an array's end inside a kernel, would give wrong numbers in silence."""
+    batch, queries, heads, head_dim = q.shape
+    keys, key_heads = k.shape[1:3]
+    shapes = {"k": (k, (batch, keys, key_heads, head_dim)), "v": (v, (batch, keys, key_heads, head_dim))}
+    shapes |= {"lo": (lo, (batch, queries)), "hi": (hi, (batch, queries))}
+    if own is not None:
+        frontiers = (batch, *own.k.shape[1:3])
+        shapes |= {f"own.{name}": (getattr(own, name), (*frontiers, key_heads, head_dim)) for name in ("k", "v")}
+        shapes["own.valid"] = (own.valid, frontiers)
+    for name, (array, shape) in shapes.items():
+        if array.shape != shape:
+            raise ValueError(f"block_attention: {name} is {list(array.shape)}, but the others ask for {list(shape)}")
+    if own is not None and math.prod(own.k.shape[1:3]) != queries:
+        raise ValueError(f"block_attention: {queries} queries are not the {list(own.k.shape[1:3])} tokens of `own`")
+    if heads % key_heads:
+        raise ValueError(f"block_attention: {heads} query heads cannot share {key_heads} key heads")
+    if structure not in STRUCTURES:
+        raise ValueError(f"block_attention: structure must be one of {STRUCTURES}, not {structure!r}")

@@ -54,7 +54,7 @@ def attend(q, k, v, lo, hi, own, *, structure, block_size: int) -> Array:
     del structure, block_size
     if k.shape[1] == 0:  # no interval holds a key; the kernels walk at least one
         k = v = jnp.zeros((k.shape[0], 1, *k.shape[2:]), k.dtype)
-    return _attend(q, k, v, lo, hi, own)
+    return _attend(q, k, v, lo, jnp.minimum(hi, k.shape[1]), own)  # a tile may reach past the last key
 
 
 @jax.custom_vjp

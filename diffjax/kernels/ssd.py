@@ -76,10 +76,12 @@ def ssd_scan(
     state = _check_shapes("ssd_scan", x, dt, A, Bm, Cm)
     _check_shape("ssd_scan", "initial_state", initial_state, (batch, heads, head_dim, state))
     _check_shape("ssd_scan", "reset", reset, (batch, whole + 1))
+    if reset is not None and reset.dtype != jnp.bool_:
+        raise ValueError(f"ssd_scan: reset must be bool, not {reset.dtype}")
     initial = jnp.zeros((batch, heads, head_dim, Bm.shape[-1]), dt.dtype) if initial_state is None else initial_state
     initial = initial.astype(accumulation_dtype(x.dtype))
     edges = jnp.zeros((batch, whole + 1), bool) if reset is None else reset
-    if length == 0:
+    if x.size == 0:
         return x, Boundary(initial[:, None], edges, block_size=block_size, chunk=block_size)
     chunk, choice = _choose("scan", backend, x, Bm, block_size, chunk)
     if choice.backend == "reference":
@@ -163,9 +165,13 @@ def ssd_frontier(
     batch, frontiers, size = x.shape[:3]
     _check_shapes("ssd_frontier", x, dt, A, Bm, Cm)
     _check_shape("ssd_frontier", "frontier_index", frontier_index, (batch, frontiers))
+    edges = boundary.reset.shape[1]
+    _check_shape("ssd_frontier", "boundary.reset", boundary.reset, (batch, edges))
+    if frontier_index is None and frontiers > edges:
+        raise ValueError(f"ssd_frontier: {frontiers} frontiers without frontier_index, but {edges} block edges")
     if size != boundary.block_size:
         raise ValueError(f"ssd_frontier: x has blocks of {size} tokens, the boundary of {boundary.block_size}")
-    if boundary.stream is None or frontier_index is not None:
+    if boundary.stream is None or frontier_index is not None or backend == "reference":
         seed = states_at(boundary, frontier_index)[:, :frontiers]  # the last edge of a whole stream has no frontier
         return ssd_block(x, dt, A, Bm, Cm, seed=seed, backend=backend)
     chunk, length = boundary.chunk, frontiers * size
@@ -188,13 +194,21 @@ def ssd_frontier(
 
 
 def _check_shapes(function: str, x, dt, A, Bm, Cm) -> int:
-    """The size of the state, where all shapes belong to that of x [..., H, P]."""
+    """The size of the state, where all shapes belong to that of x [..., H, P], and all dtypes to its dtype."""
     *lead, heads, _ = x.shape
     groups, state = Bm.shape[-2:]
     for name, array, shape in (
         ("dt", dt, (*lead, heads)), ("A", A, (heads,)), ("Bm", Bm, (*lead, groups, state)), ("Cm", Cm, Bm.shape)
     ):  # fmt: skip
         _check_shape(function, name, array, shape)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{function}: x is {x.dtype}, but must be a float")
+    for name, array, dtype in (
+        ("Bm", Bm, x.dtype), ("Cm", Cm, x.dtype),
+        ("dt", dt, accumulation_dtype(dt.dtype)), ("A", A, accumulation_dtype(A.dtype)),
+    ):  # fmt: skip
+        if array.dtype != dtype:
+            raise ValueError(f"{function}: {name} is {array.dtype}, but must be {dtype} beside x of {x.dtype}")
     if heads % groups:
         raise ValueError(f"{function}: {heads} heads cannot be divided among the {groups} groups of Bm")
     return state
@@ -217,6 +231,8 @@ def _choose(operation: str, backend: str, x, Bm, block_size: int, chunk: int | N
     else:
         likely = backend if backend in BACKENDS and backend != "reference" else "xla"
     size = size_of(likely)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be at least 1, not {chunk}")
     if size % block_size and block_size % size:
         raise ValueError(f"chunk {size} must be a multiple or a divisor of block_size {block_size}")
     # A kernel that refuses its own chunk gives that reason; one that the chosen chunk does not fit gives this one.

@@ -88,7 +88,9 @@ def _advance(states: Array, stream: Stream, tokens: Array) -> Array:
         count_last = jnp.take_along_axis(count, last, axis=2)  # [B, F, 1]
         read = read & (count == count_last)
         kept = jnp.where(count_last == 0, kept, 0)
-    weight = jnp.exp(jnp.where(read[..., None], jnp.minimum(cum_last - cum, 0), -jnp.inf))  # [B, F, Q, H]
+    exponent = cum_last - cum  # above 0 by rounding alone; jnp.minimum would halve the gradient where it is 0
+    exponent = jnp.where(exponent > 0, 0, exponent)
+    weight = jnp.exp(jnp.where(read[..., None], exponent, -jnp.inf))  # [B, F, Q, H]
     weighted = ((weight * dt)[..., None] * x).astype(x.dtype)
     weighted = weighted.reshape(*x.shape[:3], groups, x.shape[3] // groups, x.shape[4])
     added = einsum("bfqgrp,bfqgn->bfgrpn", weighted, Bm).reshape(states.shape)

@@ -48,16 +48,17 @@ class DenoiserModule(nn.Module):
             shape, axes = (c.width, self.padded), ("embed", "vocab")
             self.head = Projection(shape, axes, dtype, c.init_std, out_dtype=logits_dtype)
 
-    def __call__(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None, clean_head=False):
-        """Tokens of either stream, or None -> (frontier logits, clean logits, contexts, auxiliary)."""
+    def __call__(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None):
+        """Tokens of either stream, or None -> (hidden states of the frontiers, of the clean stream, contexts,
+        auxiliary)."""
         clean = None if clean is None else self.embed(clean)
         frontier = None if frontiers is None else self.embed(frontiers)
         if embedding is not None:
             frontier = frontier + embedding.astype(frontier.dtype)
         (clean, frontier), contexts, auxiliary = self.layers(clean, frontier, clean_stream, frontier_stream, context)
-        frontier_logits = None if frontier is None else self.logits(frontier)
-        clean_logits = self.logits(clean) if clean_head else None
-        return frontier_logits, clean_logits, contexts, auxiliary
+        if self.is_initializing():
+            self.logits(frontier)  # makes the parameters of the norm and the head
+        return frontier, clean, contexts, auxiliary
 
     def logits(self, hidden: Array) -> Array:
         """[..., D] -> [..., V] in at least float32; the padded rows of the table are cut."""
@@ -160,11 +161,12 @@ class Denoiser:
           clean_valid: [B, L] bool, tokens that may be read. frontier_valid: [B, F, G] bool, the same for frontiers.
           embedding: [B, F, G, D], added to the frontiers' embeddings.
         """
-        return self.train_outputs(
+        hidden = self.train_hidden(
             params, clean, frontiers, frontier_index, segments, clean_valid, frontier_valid, embedding
         )[0]
+        return self.logits(params, hidden)
 
-    def train_outputs(
+    def train_hidden(
         self,
         params: Params,
         clean: Array,
@@ -177,8 +179,9 @@ class Denoiser:
         *,
         clean_head: bool = False,
     ) -> tuple[Array, Array | None, dict]:
-        """As `train_logits`, with next-token logits of the clean stream [B, L, V] if `clean_head` (causal prefix only),
-        and the layers' auxiliary outputs."""
+        """As `train_logits`, before the head: hidden states of the frontiers [B, F, G, D], those of the clean stream
+        [B, L, D] if `clean_head` (causal prefix only; `logits` of j predict token j + 1) or None, and the layers'
+        auxiliary outputs. All logits together may be too large to hold; `logits` takes any part of the states."""
         batch, length = clean.shape
         blocks = self._whole_blocks(length)
         if clean_head:
@@ -195,10 +198,14 @@ class Denoiser:
         )
         stream = streams.frontiers_of_rows(document_start, frontier_index, frontier_valid, self.block_size)
         tokens = clean[:, : clean_blocks * self.block_size] if clean_blocks else None
-        logits, clean_logits, _, auxiliary = self._apply(
-            params, tokens, frontiers, clean_stream, stream, embedding=embedding, clean_head=clean_head
+        hidden, clean_hidden, _, auxiliary = self._apply(
+            params, tokens, frontiers, clean_stream, stream, embedding=embedding
         )
-        return logits, clean_logits, auxiliary
+        return hidden, clean_hidden if clean_head else None, auxiliary
+
+    def logits(self, params: Params, hidden: Array) -> Array:
+        """Raw logits of hidden states, [..., D] -> [..., V] in at least float32."""
+        return self._apply(params, hidden, method=DenoiserModule.logits)
 
     def clean_logits(self, params: Params, tokens: Array) -> Array:
         """Next-token logits of the clean stream (causal prefix only), [B, T] -> [B, T, V]: j predicts token j + 1."""
@@ -206,7 +213,7 @@ class Denoiser:
         batch, length = tokens.shape
         start, count = jnp.zeros((batch,), jnp.int32), jnp.full((batch,), length, jnp.int32)
         stream = streams.after_context(start, length, count, self.block_size, self.causal)
-        return self._apply(params, tokens, None, stream, None, clean_head=True)[1]
+        return self.logits(params, self._apply(params, tokens, None, stream, None)[1])
 
     # Contexts
 
@@ -255,9 +262,10 @@ class Denoiser:
         valid = jnp.ones(block.shape, bool) if valid is None else valid
         stream = streams.frontier_after_context(context.length, valid[:, None])
         embedding = None if embedding is None else embedding[:, None]
-        logits, _, _, _ = self._apply(
+        hidden, _, _, _ = self._apply(
             params, None, block[:, None], None, stream, context=context.layers, embedding=embedding
         )
+        logits = self.logits(params, hidden)
         capacity = capacity_of(context)
         if capacity is None:
             return logits[:, 0]

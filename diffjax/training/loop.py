@@ -16,6 +16,7 @@ from diffjax.errors import GuardStop, Preempted, UserError
 from diffjax.parallel import mesh as mesh_lib
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.journal import Journal
+from diffjax.training.optimizer import describe as describe_optimizer
 from diffjax.training.profile import Profile
 from diffjax.training.start import check_init_from, describe, find_start, stored_meta
 from diffjax.training.step import compile_step, donated_share, make_init, make_train_step, state_shardings
@@ -69,8 +70,9 @@ def fit(job: Job) -> Outcome:
     run_dir, steps = Path(config.run.dir), config.training.steps
     _check_batch(config, mesh)
 
-    abstract = jax.eval_shape(make_init(config, job.denoiser.init), jax.random.key(config.run.seed))
-    param_placement = mesh_lib.shardings(abstract["params"], job.denoiser.logical_axes(), mesh)
+    axes = job.denoiser.logical_axes()
+    abstract = jax.eval_shape(make_init(config, job.denoiser.init, axes), jax.random.key(config.run.seed))
+    param_placement = mesh_lib.shardings(abstract["params"], axes, mesh)
     placement = state_shardings(config, abstract, param_placement, mesh)
     whole = mesh_lib.whole_leaves(abstract["params"], param_placement)
     mesh_lib.check_whole_leaves(config.mesh, mesh, whole)
@@ -88,7 +90,8 @@ def fit(job: Job) -> Outcome:
             if meta is None and config.checkpoint.init_from:
                 check_init_from(config, target, job.identities)
 
-            train_step = make_train_step(config, job.objective, job.draw_noise, mesh, param_placement)
+            train_step = make_train_step(config, job.objective, job.draw_noise, mesh, param_placement, axes)
+            print(*describe_optimizer(config.optimizer, abstract["params"], axes), sep="\n")
             step_fn = _compile(train_step, abstract, placement, job, whole)
             start = find_start(config, job.denoiser, target, placement, checkpoints, job.identities, print)
             print(f"starting at step {start.step} of {steps} from {start.source}")

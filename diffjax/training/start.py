@@ -80,8 +80,9 @@ def find_start(
     if restored is not None:
         return Start(_calm(restored.state), restored.step, restored.meta["tokens_seen"], restored.source)
     if config.checkpoint.init_from:
-        return _from_other_run(config, target, placement, identities, say)
-    state = init_sharded(make_init(config, denoiser.init), placement, jax.random.key(config.run.seed))
+        return _from_other_run(config, denoiser, target, placement, identities, say)
+    init = make_init(config, denoiser.init, denoiser.logical_axes())
+    state = init_sharded(init, placement, jax.random.key(config.run.seed))
     return Start(state, 0, 0, "scratch")
 
 
@@ -124,12 +125,12 @@ def _other_run(
         other.close()
 
 
-def _from_other_run(config: Config, target, placement, identities, say) -> Start:
-    with _other_run(config, target, identities, say) as (other, meta, number, wanted):
+def _from_other_run(config: Config, denoiser, target, placement, identities, say) -> Start:
+    with _other_run(config, target, identities, say) as (other, _, number, wanted):
         restored = other.restore(wanted, step=number)
     if config.checkpoint.init_what == "state":
         return Start(_calm(restored.state), restored.step, restored.meta["tokens_seen"], restored.source)
-    optimizer = make_optimizer(config.optimizer)
+    optimizer = make_optimizer(config.optimizer, denoiser.logical_axes())
     (weights,) = restored.state.values()
     state = init_sharded(lambda params: fresh_state(config, optimizer, params), placement, weights)
     return Start(state, 0, 0, f"weights of {restored.source}")

@@ -11,15 +11,19 @@ from diffjax.config import Config
 from diffjax.data.batch import Batch
 from diffjax.parallel import mesh as mesh_lib
 from diffjax.training import guard as guard_lib
-from diffjax.training.optimizer import make_optimizer, make_schedule
+from diffjax.training.optimizer import make_optimizer
+from diffjax.training.schedule import make_schedule
 
 Objective = Callable  # (params, batch, noise) -> (numerator, denominator, metrics {name: (sum, weight)})
 DrawNoise = Callable  # (step, batch) -> noise, a pure function of the seed, the step and each row's number
 
 
-def make_init(config: Config, init_params: Callable) -> Callable:
-    """init_state(key) -> {step, params, opt, guard, ema?}. No random keys live in the state: noise is a function."""
-    optimizer = make_optimizer(config.optimizer)
+def make_init(config: Config, init_params: Callable, logical_axes=None) -> Callable:
+    """init_state(key) -> {step, params, opt, guard, ema?}. No random keys live in the state: noise is a function.
+
+    logical_axes: what `make_optimizer` asks for.
+    """
+    optimizer = make_optimizer(config.optimizer, logical_axes)
 
     def init_state(key):
         return fresh_state(config, optimizer, init_params(key))
@@ -41,17 +45,32 @@ def fresh_state(config: Config, optimizer: optax.GradientTransformation, params)
 
 
 def state_shardings(config: Config, abstract_state: dict, param_shardings, mesh: Mesh) -> dict:
-    """The sharding of every leaf of the state: moments and averages lie like their parameters, the rest is whole."""
+    """The sharding of every leaf of the state: moments and averages lie like their parameters, the rest is whole.
+
+    A leaf of the optimizer's state is its parameter's when its path ends in the parameter's. Where one of its
+    dimensions was averaged away (length 1), that dimension is not split.
+    """
     whole = mesh_lib.replicated(mesh)
     placed = jax.tree.map(lambda _: whole, abstract_state)
     placed["params"] = param_shardings
-    placed["opt"] = optax.tree_utils.tree_map_params(
-        make_optimizer(config.optimizer),
-        lambda _, sharding: sharding,
-        abstract_state["opt"],
-        param_shardings,
-        transform_non_params=lambda _: whole,
-    )
+    owners = {
+        mesh_lib.leaf_path(path): (leaf.shape, sharding.spec)
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(abstract_state["params"]), jax.tree.leaves(param_shardings), strict=True
+        )
+    }
+
+    def place(path, leaf):
+        words = mesh_lib.leaf_path(path).split("/")
+        endings = ("/".join(words[first:]) for first in range(len(words)))
+        shape, spec = next((owners[ending] for ending in endings if ending in owners), (None, ()))
+        if shape is None:
+            return whole
+        spec = spec + (None,) * (len(shape) - len(spec))
+        kept = [axis if own == length else None for own, length, axis in zip(leaf.shape, shape, spec, strict=True)]
+        return NamedSharding(mesh, PartitionSpec(*kept))
+
+    placed["opt"] = jax.tree_util.tree_map_with_path(place, abstract_state["opt"])
     if "ema" in placed:
         placed["ema"] = param_shardings
     return placed
@@ -70,7 +89,12 @@ def split(batch: Batch, count: int, mesh: Mesh | None = None) -> Batch:
 
 
 def make_train_step(
-    config: Config, objective: Objective, draw_noise: DrawNoise, mesh: Mesh | None = None, param_shardings=None
+    config: Config,
+    objective: Objective,
+    draw_noise: DrawNoise,
+    mesh: Mesh | None = None,
+    param_shardings=None,
+    logical_axes=None,
 ) -> Callable:
     """train_step(state, batch) -> (state, metrics); pure, not yet jitted.
 
@@ -78,7 +102,8 @@ def make_train_step(
     scored token), weight (scored tokens), tokens (valid tokens), learning_rate, grad_norm (before clipping),
     update_norm, param_norm, limit, reason, consecutive and bad_leaf (first leaf whose gradient is not finite, or -1).
     """
-    optimizer, schedule = make_optimizer(config.optimizer), make_schedule(config.optimizer, config.training.steps)
+    optimizer = make_optimizer(config.optimizer, logical_axes)
+    schedule = make_schedule(config.optimizer, config.training.steps)
     count = config.training.microbatches
 
     def loss_fn(params, batch, noise):

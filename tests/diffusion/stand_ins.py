@@ -1,4 +1,5 @@
 """Denoisers small enough to know everything about: the exact posterior of a Markov source, a table of random logits.
+Their hidden states are the logits.
 
 Token ids: symbols 0 .. S-1, the mask S; V = S + 1. Both give the mask id a large logit, so a likelihood that leaves it
 in the softmax is wrong at once.
@@ -54,7 +55,7 @@ class MarkovPosterior:
         """log p of one document, by the chain rule."""
         return self.first[tokens[0]] + sum(self.step[a, b] for a, b in itertools.pairwise(tokens))
 
-    def train_logits(self, params, clean, frontiers, frontier_index=None, *, segments, clean_valid, frontier_valid):
+    def train_hidden(self, params, clean, frontiers, frontier_index=None, *, segments, clean_valid, frontier_valid):
         rows, _, size = frontiers.shape
         blocks = segments.shape[1]
         index = jnp.broadcast_to(jnp.arange(blocks), (rows, blocks)) if frontier_index is None else frontier_index
@@ -71,7 +72,10 @@ class MarkovPosterior:
         is_symbol = completions[:, :, None] == jnp.arange(self.symbols)  # [completions, G, S]
         each = jnp.where(is_symbol, joint[..., None, None], -jnp.inf)
         logits = jnp.maximum(jax.nn.logsumexp(each, axis=2), -1e4)  # [B, F, G, S], finite like a denoiser's
-        return jnp.concatenate([logits, jnp.full((*logits.shape[:-1], 1), MASK_LOGIT)], -1)
+        return jnp.concatenate([logits, jnp.full((*logits.shape[:-1], 1), MASK_LOGIT)], -1), None, {}
+
+    def logits(self, params, hidden):
+        return hidden
 
 
 class TableDenoiser:
@@ -91,7 +95,7 @@ class TableDenoiser:
         frontier[..., self.mask_id] = MASK_LOGIT
         return {"frontier": frontier, "clean": scale * rng.standard_normal((vocab, vocab))}
 
-    def train_outputs(
+    def train_hidden(
         self,
         params,
         clean,
@@ -112,8 +116,8 @@ class TableDenoiser:
         logits = jnp.asarray(params["frontier"])[jnp.where(index == 0, vocab, previous), content]
         return logits, jnp.asarray(params["clean"])[clean] if clean_head else None, {}
 
-    def train_logits(self, params, *args, **kwargs):
-        return self.train_outputs(params, *args, **kwargs)[0]
+    def logits(self, params, hidden):
+        return hidden
 
 
 def all_texts(symbols, length):

@@ -1,5 +1,6 @@
 """The objective against plain loops and closed forms: its sums, its limits, its gradients."""
 
+import math
 from functools import lru_cache
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from diffjax.config import ObjectiveConfig
 from diffjax.diffusion.corruption import Noise, select_frontiers
-from diffjax.diffusion.objectives import block_diffusion, cross_entropy
+from diffjax.diffusion.objectives import block_diffusion, chunked_cross_entropy, cross_entropy
 from tests.diffusion.stand_ins import MarkovPosterior, TableDenoiser, all_texts, compiled_draw, make_batch
 
 DENOISER = TableDenoiser(3)
@@ -99,6 +100,33 @@ def test_cross_entropy_is_exact_for_large_logits_and_so_is_its_gradient():
     assert cross_entropy(jnp.asarray(logits, jnp.bfloat16), targets).dtype == jnp.float32
 
 
+@pytest.mark.parametrize("chunk, largest", [(None, 24), (24, 24), (12, 12), (7, 6), (5, 4), (1, 1)])
+def test_cross_entropy_in_chunks_is_that_of_the_whole_and_never_holds_more_logits(chunk, largest):
+    """24 tokens a row: the largest divisor within the chunk is taken. Truth: float64 log-softmax and its gradient."""
+    rng = np.random.default_rng(1)
+    hidden, kernel = rng.standard_normal((2, 8, 3, 5)), rng.standard_normal((5, 11))
+    targets, weight = rng.integers(0, 11, (2, 8, 3)), rng.standard_normal((2, 8, 3))
+    seen = []
+
+    def loss(hidden, kernel):
+        def logits_of(part):
+            seen.append(part.shape[1:-1])
+            return part @ kernel
+
+        entropy = chunked_cross_entropy(logits_of, hidden, targets, chunk)
+        return (weight * entropy).sum(), entropy
+
+    with jax.enable_x64(True):
+        (_, entropy), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, kernel)
+    assert {math.prod(shape) for shape in seen} == {largest}
+    logits = hidden @ kernel
+    truth = -np.take_along_axis(log_softmax(logits), targets[..., None], -1)[..., 0]
+    d_logits = weight[..., None] * (np.exp(log_softmax(logits)) - np.eye(11)[targets])
+    np.testing.assert_allclose(entropy, truth, rtol=1e-12)
+    np.testing.assert_allclose(gradients[0], d_logits @ kernel.T, atol=1e-12)
+    np.testing.assert_allclose(gradients[1], np.einsum("bfgd,bfgv->dv", hidden, d_logits), atol=1e-12)
+
+
 # Sums and metrics
 
 
@@ -182,12 +210,10 @@ def test_T12_block_size_one_fully_masked_is_the_autoregressive_loss():
     source = MarkovPosterior(1)
     texts = all_texts(3, 4)
     batch = make_batch(texts, 1)
-    source.train_outputs = lambda *args, clean_head, **kwargs: (
-        # No logit for the mask id: training keeps it in the softmax, the source does not know it.
-        source.train_logits(*args, **kwargs).at[..., source.mask_id].set(-1e9),
-        None,
-        {},
-    )
+    exact = source.train_hidden
+    source.train_hidden = lambda *args, clean_head, **kwargs: exact(*args, **kwargs)
+    # No logit for the mask id: training keeps it in the softmax, the source does not know it.
+    source.logits = lambda params, hidden: hidden.at[..., source.mask_id].set(-1e9)
     objective = ObjectiveConfig(mask_rate=(1.0, 1.0))
     numerator, denominator, _ = jax.jit(block_diffusion(source, objective, 3, "mask_fill"))(
         None, batch, all_noise(batch, mask_rate=(1.0, 1.0))

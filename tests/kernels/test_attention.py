@@ -93,3 +93,23 @@ def test_xla_reads_no_piece_behind_every_rows_context():
     for array in args[1:3]:
         array[:, 1024:] = np.nan
     assert all(np.isfinite(array).all() for array in cases.attend(case, args, cotangent, "xla"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v": (1, 9, 2, 6)}, r"v is \[1, 9, 2, 6\], but the others ask for \[1, 5, 2, 6\]"),
+        ({"k": (1, 5, 3, 6), "v": (1, 5, 3, 6), "own": (1, 2, 4, 3, 6)}, "4 query heads cannot share 3 key heads"),
+        ({"lo": (1, 1)}, r"lo is \[1, 1\], but the others ask for \[1, 8\]"),
+        ({"own": (1, 3, 4, 2, 6)}, r"8 queries are not the \[3, 4\] tokens of `own`"),
+        ({"structure": "block"}, "structure must be one of"),
+    ],
+)
+def test_shapes_that_do_not_belong_together_are_refused(change, message):
+    shapes = {"q": (1, 8, 4, 6), "k": (1, 5, 2, 6), "v": (1, 5, 2, 6), "lo": (1, 8), "hi": (1, 8)}
+    shapes |= {"own": (1, 2, 4, 2, 6), "structure": None} | change
+    own, structure = shapes.pop("own"), shapes.pop("structure")
+    arrays = {name: jnp.zeros(shape, "int32" if name in ("lo", "hi") else None) for name, shape in shapes.items()}
+    own = OwnBlock(jnp.zeros(own), jnp.zeros(own), jnp.ones(own[:3], bool))
+    with pytest.raises(ValueError, match=message):
+        block_attention(**arrays, own=own, structure=structure, block_size=4)

@@ -183,6 +183,27 @@ def test_T5_states_and_frontiers_at_chosen_blocks():
         close(y[b, f], reference.recurrence(fx, fdt, A, fB, fC, edges[b, index[b, f]])[0])
 
 
+@double
+def test_T5_states_have_whole_gradients_where_tokens_decay_nothing():
+    """dt = 0 on some tokens, and A = 0 for some heads: exponents tie at 0. Truth: the token loop's gradients."""
+    arrays, _ = problem(48, 4, 2)
+    x, dt, A, B, C, *_ = arrays.values()
+    dt, A = dt.copy(), A.copy()
+    dt[:, 5:9], A[1] = 0.0, 0.0
+    weight = np.random.default_rng(0).standard_normal((BATCH, 3, HEADS, CHANNELS, STATE))
+    index = np.array([[1, 2, 11], [3, 7, 5]], np.int32)
+
+    def gradients(backend, chunk):
+        def total(x, dt, A, B):
+            boundary = ssd_scan(x, dt, A, B, C, block_size=4, chunk=chunk, backend=backend)[1]
+            return (states_at(boundary, index) * weight).sum()
+
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(x, dt, A, B)
+
+    for got, want in zip(gradients("xla", 16), gradients("reference", None), strict=True):
+        close(got, want)
+
+
 def blocks_by_loop(point):
     """Each block alone: from its seed, from zero, and both of them right to left."""
     x, dt, A, B, C, seed = point.values()

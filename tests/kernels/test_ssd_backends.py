@@ -296,3 +296,18 @@ def test_shapes_that_do_not_belong_together_are_refused(change, message):
     shapes = {"x": (1, 64, 2, 32), "dt": (1, 64, 2), "A": (2,), "Bm": (1, 64, 1, 16), "Cm": (1, 64, 1, 16)} | change
     with pytest.raises(ValueError, match=message):
         ssd_scan(**{name: jnp.zeros(shape) for name, shape in shapes.items()}, block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"Cm": "bfloat16"}, "Cm is bfloat16, but must be float32 beside x of float32"),
+        ({"dt": "bfloat16"}, "dt is bfloat16, but must be float32"),
+        ({"x": "int32"}, "x is int32, but must be a float"),
+    ],
+)
+def test_dtypes_that_do_not_belong_together_are_refused(change, message):
+    shapes = {"x": (1, 64, 2, 32), "dt": (1, 64, 2), "A": (2,), "Bm": (1, 64, 1, 16), "Cm": (1, 64, 1, 16)}
+    arrays = {name: jnp.zeros(shape, change.get(name)) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        ssd_scan(**arrays, block_size=16)

@@ -157,8 +157,9 @@ def test_clean_logits_equal_reference(name, dtype):
 def test_clean_head_rides_on_the_training_pass(name, dtype):
     model = case(name, dtype)
     with model.precision:
-        outputs = jax.jit(lambda *a: model.denoiser.train_outputs(*a, clean_head=True))
-        frontier_logits, clean_logits, _ = outputs(model.params, model.texts, model.noisy)
+        outputs = jax.jit(lambda *a: model.denoiser.train_hidden(*a, clean_head=True))
+        hidden, clean_hidden, _ = outputs(model.params, model.texts, model.noisy)
+        frontier_logits, clean_logits = (model.denoiser.logits(model.params, h) for h in (hidden, clean_hidden))
         clean_only = jax.jit(model.denoiser.clean_logits)(model.params, model.texts)
     model.close(np.asarray(frontier_logits), model.expected)
     model.close(np.asarray(clean_logits), np.asarray(clean_only))

@@ -9,7 +9,9 @@ import pytest
 
 from diffjax.config import OptimizerConfig
 from diffjax.parallel.mesh import paths
-from diffjax.training.optimizer import decay_mask, make_optimizer, make_schedule
+from diffjax.training.optimizer import make_optimizer
+from diffjax.training.parameter_roles import decay_mask
+from diffjax.training.schedule import make_schedule
 
 
 def rates(steps, count, **config):

@@ -70,12 +70,15 @@ class ToyDenoiser:
             "head": {"kernel": (None, "vocab")},
         }
 
-    def train_outputs(self, params, clean, frontiers, frontier_index, *, clean_valid, clean_head, **_):
+    def train_hidden(self, params, clean, frontiers, frontier_index, *, clean_valid, clean_head, **_):
         table = params["embed"]["table"] * params["norm"]["scale"][None]
         weight = clean_valid.astype(table.dtype)[..., None]
         context = (table[clean] * weight).sum(1) / jnp.maximum(weight.sum(1), 1.0)
         hidden = jnp.tanh((table[frontiers] + context[:, None, None]) @ params["up"]["kernel"])
-        return hidden @ params["head"]["kernel"], None, {}
+        return hidden, None, {}
+
+    def logits(self, params, hidden):
+        return hidden @ params["head"]["kernel"]
 
 
 def read_rows(step: int, numbers: np.ndarray) -> Batch:
