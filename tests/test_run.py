@@ -68,6 +68,19 @@ from diffjax.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
+# The command line on a storage that takes every array and never answers.
+STUCK = """
+import sys, time
+from diffjax.training import checkpoint
+from orbax.checkpoint._src.serialization import serialization
+async def never(*arguments, **keywords):
+    time.sleep(3600)
+serialization.async_serialize_from_host = never
+checkpoint.SAVE_TIMEOUT_S = 1
+from diffjax.cli import main
+sys.exit(main())
+"""
+
 # A stand-in for Weights & Biases that writes down which run it is asked for.
 FAKE_WANDB = """
 import json, os
@@ -181,6 +194,15 @@ def test_a_run_that_the_guard_stops_says_so(home):
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["ended"] == "guard stop"
     assert summary["step"] == Checkpoints(run_dir / "checkpoints").complete_steps()[-1]
+
+
+@pytest.mark.multiprocess
+def test_a_save_that_never_ends_does_not_keep_the_process(home, finished):
+    arguments = ("train", "--json", home / "tiny.yaml", f"run.dir={home / 'hung'}")
+    code, output = start(home, *arguments, script=STUCK, GLIBC_TUNABLES="glibc.malloc.hugetlb=0")
+    told = f"{home / 'hung' / 'checkpoints' / '4'} could not be written, there is none before it: it took more than 1 s"
+    assert code == 2 and told in output and "Traceback" not in output, output
+    assert '"exit_code": 2}' in output
 
 
 @pytest.mark.multiprocess

@@ -266,7 +266,7 @@ def until_over(store):
         (ZeroDivisionError("a bug"), RuntimeError, "ZeroDivisionError: a bug"),
     ],
 )
-def test_a_failed_save_is_told_at_the_next_look_and_costs_no_older(tmp_path, monkeypatch, capfd, error, kind, reason):
+def test_a_failed_save_is_told_at_the_next_look_and_costs_no_older(tmp_path, monkeypatch, caplog, error, kind, reason):
     folder = tmp_path / "c"
     store = Checkpoints(folder, CheckpointConfig(keep_last=1))
     store.save(1, make_state(1), {}, wait=True)
@@ -285,7 +285,7 @@ def test_a_failed_save_is_told_at_the_next_look_and_costs_no_older(tmp_path, mon
     store.close()
     assert [path.name for path in folder.iterdir()] == ["1"]
     assert_same(Checkpoints(folder).restore(abstract(make_state())).state, make_state(1))
-    assert "Traceback" not in capfd.readouterr().err
+    assert not caplog.records  # nor does Orbax say it in its own way, once for each thread
 
 
 @pytest.mark.parametrize("look", [lambda store: store.save(3, make_state(3), {}), Checkpoints.close])
