@@ -20,11 +20,10 @@ from pathlib import Path
 
 from diffjax import __version__
 from diffjax.config import load_config, to_dict
-from diffjax.errors import GuardStop, Preempted, StuckSave, UserError
+from diffjax.errors import EXIT_CODES, StuckSave, UserError, exit_code
 from diffjax.huge_pages import restart_with_huge_pages
 from diffjax.interruption import preempted_by_sigterm
 
-EXIT_CODES = {UserError: 2, GuardStop: 4, Preempted: 75, KeyboardInterrupt: 130}
 BROKEN_PIPE = 141
 
 
@@ -32,7 +31,18 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb and return its exit code. Reads sys.argv when `argv` is None."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     arguments.own_process = argv is None
-    output, stuck = sys.stdout, False
+    arguments.stuck = False
+    code = _report(arguments)
+    joined = _joined()
+    code = joined.leave(code, together=code in (0, 4, 75)) if joined else code
+    if arguments.stuck and arguments.own_process:
+        os._exit(code)
+    return code
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    """Call the verb and tell how it ended: the exit code."""
+    output = sys.stdout
     try:
         try:
             redirect = contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext()
@@ -40,15 +50,13 @@ def main(argv: list[str] | None = None) -> int:
                 result = VERBS[arguments.verb].call(arguments)
             code = getattr(result, "exit_code", 0)
         except tuple(EXIT_CODES) as error:
-            code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+            code = exit_code(error)
             result = {"error": str(error) or "interrupted", "exit_code": code}
             print(result["error"], file=sys.stderr)
-            stuck = isinstance(error, StuckSave)
-        if arguments.json:
+            arguments.stuck = isinstance(error, StuckSave)
+        if arguments.json and _is_first():
             print(json.dumps(_plain(result), allow_nan=False), file=output)
         output.flush()
-        if stuck and arguments.own_process:
-            os._exit(code)
         return code
     except BrokenPipeError:
         with contextlib.suppress(OSError, ValueError):  # or the interpreter would complain again in its last flush
@@ -56,15 +64,31 @@ def main(argv: list[str] | None = None) -> int:
         return BROKEN_PIPE
     except Exception as error:
         traceback.print_exc()
-        if arguments.json:
+        if arguments.json and _is_first():
             print(json.dumps({"error": repr(error), "exit_code": 1}), file=output)
         return 1
+
+
+def _joined():
+    """The module through which this process joined others; None where no verb came so far as to import it."""
+    return sys.modules.get("diffjax.parallel.distributed")
+
+
+def _is_first() -> bool:
+    return _joined() is None or _joined().rank() == 0
+
+
+class _OnStderr(logging.Handler):
+    """Writes to what standard error is at that moment: it changes when a process learns its rank."""
+
+    def emit(self, record):
+        print(self.format(record), file=sys.stderr)
 
 
 @contextlib.contextmanager
 def _log_on_stderr():
     """The package's log lines (which kernel runs, and why) appear on standard error."""
-    log, handler = logging.getLogger("diffjax"), logging.StreamHandler(sys.stderr)
+    log, handler = logging.getLogger("diffjax"), _OnStderr()
     log.setLevel(logging.INFO)
     log.propagate = False  # a library may have put a handler on the root
     log.addHandler(handler)

@@ -184,6 +184,17 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DistributedConfig:
+    mode: Literal["auto", "explicit", "slurm", "kubernetes", "tpu", "none"] = free("auto")
+    coordinator: str | None = free(None)  # host:port of process 0
+    num_processes: int | None = free(None)
+    process_id: int | None = free(None)
+    init_timeout_s: int = free(300)
+    heartbeat_timeout_s: int = free(100)
+    shutdown_timeout_s: int = free(300)
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationConfig:
     rows: int | None = free(None)
     batch_size: int = free(16)
@@ -225,6 +236,7 @@ class Config:
     training: TrainingConfig = warn(TrainingConfig)
     checkpoint: CheckpointConfig = free(CheckpointConfig)
     mesh: MeshConfig = free(MeshConfig)
+    distributed: DistributedConfig = free(DistributedConfig)
     evaluation: EvaluationConfig = free(EvaluationConfig)
     sampling: SamplingConfig = free(SamplingConfig)
     tracking: TrackingConfig = free(TrackingConfig)
@@ -277,7 +289,8 @@ _RANGES = (
         "training.evaluate_every training.checkpoint_every optimizer.schedule_steps guard.spike_window "
         "guard.max_consecutive checkpoint.keep_last checkpoint.keep_every evaluation.rows evaluation.batch_size "
         "evaluation.samples evaluation.replicates sampling.steps sampling.blocks data.tokenizer.sample_bytes "
-        "training.watchdog_s",
+        "training.watchdog_s distributed.num_processes distributed.init_timeout_s distributed.heartbeat_timeout_s "
+        "distributed.shutdown_timeout_s",
     ),
     (
         lambda value: value >= 0,
@@ -286,7 +299,7 @@ _RANGES = (
         "optimizer.learning_rate_multipliers.attention optimizer.learning_rate_multipliers.mamba "
         "optimizer.learning_rate_multipliers.mlp optimizer.learning_rate_multipliers.embedding "
         "optimizer.learning_rate_multipliers.head optimizer.learning_rate_multipliers.norm "
-        "sampling.temperature mesh.max_replicated_bytes",
+        "sampling.temperature mesh.max_replicated_bytes distributed.process_id",
     ),
     (
         lambda value: value > 0,
@@ -324,6 +337,12 @@ _RANGES = (
         "must be a platform and a shape, such as v5e:16x16 or cpu:8",
         "mesh.topology",
     ),
+    (
+        lambda value: re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", value)
+        and 0 < int(value.rpartition(":")[2]) < 2**16,
+        "must be the host and port of process 0, such as 10.0.0.1:12321",
+        "distributed.coordinator",
+    ),
 )
 
 
@@ -360,6 +379,7 @@ def _clashes(config: Config) -> Iterator[str]:
     yield from _objective_clashes(config.objective, config.model, config.data)
     yield from _schedule_clashes(config.optimizer, config.training)
     yield from _mesh_clashes(config.mesh, config.training)
+    yield from _distributed_clashes(config.distributed)
     if config.data.source != "python_stdlib" and not (config.data.path or config.data.corpus):
         yield f"data.source={config.data.source} needs data.path: the file or folder to read"
     if config.data.source == "python_stdlib" and config.data.path:
@@ -443,6 +463,26 @@ def _mesh_clashes(mesh: MeshConfig, training: TrainingConfig) -> Iterator[str]:
         yield (
             f"training.batch_size={training.batch_size} is not a multiple of {' * '.join(factors)} = {product}; "
             f"{_nearest_multiples(training.batch_size, product)}"
+        )
+
+
+def _distributed_clashes(distributed: DistributedConfig) -> Iterator[str]:
+    keys = ("coordinator", "num_processes", "process_id")
+    given = [f"distributed.{key}" for key in keys if getattr(distributed, key) is not None]
+    missing = [f"distributed.{key}" for key in keys if getattr(distributed, key) is None]
+    if distributed.mode == "explicit" and missing:
+        yield f"distributed.mode=explicit needs {' and '.join(missing)}"
+    elif distributed.mode == "auto" and given and missing:
+        yield f"{' and '.join(given)} given without {' and '.join(missing)}; give all three or none"
+    elif distributed.mode not in ("auto", "explicit") and given:
+        yield (
+            f"{' and '.join(given)} not read by distributed.mode={distributed.mode}; "
+            "set distributed.mode=explicit or leave them out"
+        )
+    if not missing and distributed.process_id >= distributed.num_processes:
+        yield (
+            f"distributed.process_id={distributed.process_id} must be below "
+            f"distributed.num_processes={distributed.num_processes}: processes are numbered from 0"
         )
 
 

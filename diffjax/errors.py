@@ -27,3 +27,11 @@ class GuardStop(StoppedEarly):
 
 class Preempted(StoppedEarly):
     """The run was asked to stop; its state is saved and the same command continues it. Exit code 75."""
+
+
+EXIT_CODES = {UserError: 2, GuardStop: 4, Preempted: 75, KeyboardInterrupt: 130}
+
+
+def exit_code(error: BaseException) -> int:
+    """What the command line makes of an exception; 1 for what no user is meant to see."""
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)

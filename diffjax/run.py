@@ -1,7 +1,7 @@
 """Train, evaluate, sample, load a run: the parts wired together. The verbs of the command line call these functions.
 
 A run folder holds config.yaml (resolved), tokenizer.model, metrics.jsonl, rejects.jsonl (when a step was rejected),
-checkpoints/, samples/ and summary.json.
+checkpoints/, samples/, summary.json and last_exit.json.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 import sys
 import time
 import uuid
@@ -23,7 +24,8 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from diffjax.compile_cache import compile_cache
-from diffjax.config import Config, MeshConfig, dump_yaml, load_config, validate
+from diffjax.config import Config, DistributedConfig, MeshConfig, dump_yaml, load_config, to_dict, validate
+from diffjax.config_loading import flatten
 from diffjax.data.batch import Batch
 from diffjax.data.corpus import Corpus
 from diffjax.data.loader import TrainLoader, held_out_batches, held_out_indices
@@ -31,18 +33,21 @@ from diffjax.data.prepare import prepare
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.diffusion.corruption import draw
 from diffjax.diffusion.objectives import block_diffusion
-from diffjax.errors import GuardStop, Preempted, UserError
+from diffjax.errors import GuardStop, Preempted, UserError, exit_code
 from diffjax.evaluation.likelihood import evaluate_likelihood
 from diffjax.interruption import preempted_by_sigterm
 from diffjax.kernels import dispatch
 from diffjax.models.denoiser import Denoiser
-from diffjax.parallel.mesh import batch_sharding, make_mesh
+from diffjax.parallel import distributed
+from diffjax.parallel.mesh import batch_sharding, make_mesh, place_whole, to_host
 from diffjax.sampling.generate import Generation, generate, sampler
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.loop import Job, fit
-from diffjax.training.start import check_resume, check_weights, stored_meta, weights_entry
+from diffjax.training.start import check_resume, check_weights, package_versions, stored_meta, weights_entry
 from diffjax.training.summary import NELBO, UNIGRAM, summarise
 from diffjax.training.tracking import duration, is_first_process
+
+LAST_EXIT = "last_exit.json"
 
 
 @dataclass(frozen=True)
@@ -77,37 +82,90 @@ def train(config: Config, *, resume_command: str | None = None) -> TrainResult:
     validate(config)
     dispatch.forget()
     sampler(config.sampling, config.model.block_size)  # a bad key is better told now than after the last step
+    distributed.start(config.distributed)  # before any question about devices
+    alike = dataclasses.replace(config, distributed=DistributedConfig())
+    distributed.agree({**flatten(to_dict(alike)), **package_versions()})
+    end = {"step": None}
+    with contextlib.ExitStack() as held:
+        identity = distributed.from_first(lambda: _open_folder(config, held, end))
+        held.enter_context(_settings(config))
+        result = _train(config, identity, resume_command)
+        end["step"] = result.step
+        distributed.gather("done")  # the first process may still have been writing
+        return result
+
+
+def _train(config: Config, identity: str | None, resume_command: str | None) -> TrainResult:
     run_dir = Path(config.run.dir)
-    with _folder(run_dir), _locked(run_dir), _settings(config):
-        meta = stored_meta(config, {}, lambda text: None)
-        if meta is not None and meta["step"] >= config.training.steps:
-            print(f"already at step {meta['step']} of {config.training.steps}; a larger training.steps continues")
-            return TrainResult(meta["step"], str(run_dir), _read_summary(run_dir))
-        config = _with_id(config, run_dir, meta)
-        began = time.monotonic()
-        with _stoppable("stopped before the first step; nothing is half-written, the same command starts again"):
-            corpus = prepare(config)
-        held_out_indices(corpus, config.evaluation.rows)  # raises where nothing is held out
-        if meta is not None:  # before anything in the folder is written
-            check_resume(meta, config, _identities(corpus), config.run.dir, lambda text: None)
-        job = _job(config, corpus, make_mesh(config.mesh))
-        write_summary = partial(_write_summary, job, began, resume_command)
-        with TrainLoader(corpus, config) as loader:
-            try:
-                outcome = fit(dataclasses.replace(job, read_rows=loader.rows))
-            except GuardStop as stop:
-                write_summary("guard stop", stop)
-                raise
-            except Preempted as stop:
-                write_summary("preempted", stop)
-                again = resume_command or "the same call"
-                raise Preempted(f"{stop}. To go on: {again}", stop.step, stop.tokens_seen) from None
-        summary = write_summary("finished", outcome)
-        weights = outcome.state.get("ema", outcome.state["params"])
-        with jax.set_mesh(job.mesh), _stoppable("stopped after the last step; the run is whole but for its samples"):
-            text = _write_samples(config, job.denoiser, corpus, weights, outcome.step)
-        _print_end(config, summary, text, resume_command)
-        return TrainResult(outcome.step, str(run_dir), summary)
+    meta = stored_meta(config, {}, lambda text: None)
+    if meta is not None and meta["step"] >= config.training.steps:
+        print(f"already at step {meta['step']} of {config.training.steps}; a larger training.steps continues")
+        return TrainResult(meta["step"], str(run_dir), _read_summary(run_dir))
+    identity = identity or (meta and meta["run_id"]) or distributed.from_first(lambda: uuid.uuid4().hex[:8])
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, id=identity))
+    began = time.monotonic()
+    with _stoppable("stopped before the first step; nothing is half-written, the same command starts again"):
+        corpus = _shared_corpus(config)
+    held_out_indices(corpus, config.evaluation.rows)  # raises where nothing is held out
+    if meta is not None:  # before anything in the folder is written
+        check_resume(meta, config, _identities(corpus), config.run.dir, lambda text: None)
+    job = _job(config, corpus, make_mesh(config.mesh))
+    write_summary = partial(_write_summary, job, began, resume_command)
+    with TrainLoader(corpus, config) as loader:
+        try:
+            outcome = fit(dataclasses.replace(job, read_rows=loader.rows))
+        except GuardStop as stop:
+            write_summary("guard stop", stop)
+            raise
+        except Preempted as stop:
+            write_summary("preempted", stop)
+            again = resume_command or "the same call"
+            raise Preempted(f"{stop}. To go on: {again}", stop.step, stop.tokens_seen) from None
+    summary = write_summary("finished", outcome)
+    weights = outcome.state.get("ema", outcome.state["params"])
+    with jax.set_mesh(job.mesh), _stoppable("stopped after the last step; the run is whole but for its samples"):
+        text = _write_samples(config, job.denoiser, corpus, weights, outcome.step)
+    _print_end(config, summary, text, resume_command)
+    return TrainResult(outcome.step, str(run_dir), summary)
+
+
+def _open_folder(config: Config, held: contextlib.ExitStack, end: dict) -> str | None:
+    """Make and lock the run folder, and have the `end` of this run noted in it. By process 0 alone.
+
+    Returns the run's id, the config's or the folder's; None where neither has one. Trackers never choose it.
+    """
+    run_dir = Path(config.run.dir)
+    held.enter_context(_folder(run_dir))
+    held.enter_context(_locked(run_dir))
+    held.enter_context(_noting_the_end(run_dir, end))
+    identity, stored = config.run.id, run_dir / "config.yaml"
+    if identity is None and stored.is_file():
+        identity = load_config(stored).run.id
+    return identity
+
+
+def _shared_corpus(config: Config) -> Corpus:
+    """The corpus, prepared by the first process where it is missing; the others wait for it and open it."""
+    mine: list[Corpus] = []
+
+    def make() -> str:
+        mine.append(prepare(config))
+        return str(mine[0].directory.absolute())
+
+    folder = Path(distributed.from_first(make))
+
+    def look() -> Corpus:
+        if not folder.is_dir():
+            host = os.uname().nodename
+            raise UserError(f"{folder}: not there on {host}; data.corpus must name a folder that all hosts share")
+        corpus = Corpus.open(folder)
+        corpus.require(config)
+        return corpus
+
+    corpus = mine[0] if mine else None
+    corpus = distributed.together(lambda: corpus or look())
+    distributed.agree(_identities(corpus))
+    return corpus
 
 
 def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
@@ -229,7 +287,8 @@ def _likelihood(config, denoiser, params, corpus: Corpus, mesh: Mesh, should_sto
         chunk=config.kernels.cross_entropy_chunk,
         unigram=corpus.unigram(),
         should_stop=should_stop,
-        place=lambda batch: jax.device_put(batch, rows),
+        place=lambda batch: place_whole(batch, rows),
+        fetch=to_host,
     )
 
 
@@ -252,9 +311,8 @@ def _write_samples(config: Config, denoiser, corpus: Corpus, params, step: int) 
     batch = next(held_out_batches(corpus, 2, 2))
     opening = [row[valid][: denoiser.block_size + 1] for row, valid in zip(batch.tokens, batch.valid, strict=True)]
     prompts = ["", *(corpus.tokenizer.decode([int(token) for token in row]) for row in opening if len(row))]
-    results = generate(denoiser, params, corpus.tokenizer, prompts, config.sampling)
+    results = generate(denoiser, params, corpus.tokenizer, prompts, config.sampling, fetch=to_host)
     folder = Path(config.run.dir) / "samples"
-    folder.mkdir(exist_ok=True)
     texts = [f"{prompt}|{result.text}" for prompt, result in zip(prompts, results, strict=True)]
     _write(folder / f"step_{step:06d}.txt", "\n\n--------\n\n".join(texts) + "\n")
     return texts[-1]
@@ -302,15 +360,6 @@ def _print_end(config: Config, summary: dict, text: str, command: str | None) ->
         print(f"go on:     {shlex.join([*words, f'training.steps={2 * config.training.steps}'])}")
 
 
-def _with_id(config: Config, run_dir: Path, meta: dict | None) -> Config:
-    """The config with its run id: the given one, the run's own, or a new one. Trackers never choose it."""
-    identity, stored = config.run.id or (meta and meta["run_id"]), run_dir / "config.yaml"
-    if identity is None and stored.is_file():
-        identity = load_config(stored).run.id
-    identity = identity or uuid.uuid4().hex[:8]
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, id=identity))
-
-
 @contextlib.contextmanager
 def _folder(run_dir: Path) -> Iterator[None]:
     """Make the run folder; leave none behind where nothing was begun in it."""
@@ -322,20 +371,14 @@ def _folder(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if made and is_first_process() and {path.name for path in run_dir.iterdir()} <= {".lock", "checkpoints"}:
-            with contextlib.suppress(OSError):  # the folder of checkpoints is not empty
-                (run_dir / "checkpoints").rmdir()
-            with contextlib.suppress(OSError):
-                (run_dir / ".lock").unlink()
-                run_dir.rmdir()
+        untouched = {path.name for path in run_dir.iterdir()} <= {".lock", LAST_EXIT, "checkpoints", "compile_cache"}
+        if made and untouched and not any(run_dir.glob("checkpoints/*")):
+            shutil.rmtree(run_dir)
 
 
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run folder, so that no second run trains in it: by its first process, whose death frees it."""
-    if not is_first_process():
-        yield
-        return
+    """Hold the run folder, so that no second run trains in it: the death of this process frees it."""
     try:
         lock = open(run_dir / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
@@ -355,6 +398,27 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _noting_the_end(run_dir: Path, end: dict) -> Iterator[None]:
+    """Write last_exit.json at the end: which start of this run it was, its exit code, and the step that is saved.
+
+    A launcher reads it, since of several processes' exit codes it sees one. Killed, a run leaves the one of before.
+    """
+    path = run_dir / LAST_EXIT
+    try:
+        attempt = json.loads(path.read_text(encoding="utf-8"))["attempt"] + 1
+    except (OSError, ValueError, KeyError, TypeError):
+        attempt = 1
+    code = 0
+    try:
+        yield
+    except BaseException as error:
+        code, end["step"] = exit_code(error), getattr(error, "step", None)
+        raise
+    finally:
+        _replace(path, json.dumps({"attempt": attempt, "code": code, "step": end["step"]}) + "\n")
+
+
+@contextlib.contextmanager
 def _settings(config: Config) -> Iterator[None]:
     """What JAX is set to while it works for this config: the compile cache, and 64-bit numbers for a float64 model."""
     wide = jax.enable_x64(True) if config.model.dtype == "float64" else contextlib.nullcontext()
@@ -364,13 +428,17 @@ def _settings(config: Config) -> Iterator[None]:
 
 def _stoppable(text: str) -> contextlib.AbstractContextManager:
     """SIGTERM inside ends the run with this text; several processes have JAX's preemption service instead."""
-    return preempted_by_sigterm(text) if jax.process_count() == 1 else contextlib.nullcontext()
+    return preempted_by_sigterm(text) if distributed.process_count() == 1 else contextlib.nullcontext()
 
 
 def _write(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all; the first process does."""
-    if not is_first_process():
-        return
+    if is_first_process():
+        path.parent.mkdir(exist_ok=True)
+        _replace(path, content)
+
+
+def _replace(path: Path, content: str | bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     temporary.replace(path)

@@ -434,6 +434,33 @@ def test_alias_to_itself_ends():
         ),
         ("guard.spike_sigma=0", "guard.spike_sigma=0.0 must be above 0"),
         ("checkpoint.init_what=state", "checkpoint.init_what=state needs checkpoint.init_from: the run to start from"),
+        (
+            "distributed.coordinator=10.0.0.1",
+            "distributed.coordinator=10.0.0.1 must be the host and port of process 0, such as 10.0.0.1:12321",
+        ),
+        (
+            "distributed.coordinator=10.0.0.1:70000",
+            "distributed.coordinator=10.0.0.1:70000 must be the host and port of process 0, such as 10.0.0.1:12321",
+        ),
+        ("distributed.heartbeat_timeout_s=0", "distributed.heartbeat_timeout_s=0 must be at least 1"),
+        (
+            "distributed.coordinator=a:1 distributed.process_id=0",
+            "distributed.coordinator and distributed.process_id given without distributed.num_processes; "
+            "give all three or none",
+        ),
+        (
+            "distributed.mode=explicit distributed.process_id=0",
+            "distributed.mode=explicit needs distributed.coordinator and distributed.num_processes",
+        ),
+        (
+            "distributed.mode=slurm distributed.process_id=0",
+            "distributed.process_id not read by distributed.mode=slurm; "
+            "set distributed.mode=explicit or leave them out",
+        ),
+        (
+            "distributed.coordinator=[::1]:80 distributed.num_processes=2 distributed.process_id=2",
+            "distributed.process_id=2 must be below distributed.num_processes=2: processes are numbered from 0",
+        ),
     ],
 )
 def test_rules(overrides, said):
@@ -547,6 +574,7 @@ def test_every_field_says_what_a_resume_may_do_with_it():
     [
         *((key, "free") for key in ["training.log_every", "tracking.wandb", "checkpoint.keep_last", "mesh.fsdp"]),
         *((key, "free") for key in ["training.microbatches", "model.remat", "data.corpus", "data.path", "run.dir"]),
+        *((key, "free") for key in ["distributed.mode", "distributed.process_id", "distributed.init_timeout_s"]),
         *((key, "warn") for key in ["optimizer.learning_rate", "optimizer.schedule", "training.steps"]),
         *((key, "warn") for key in ["optimizer.weight_decay", "optimizer.clip_norm", "guard.spike_sigma"]),
         *((key, "refuse") for key in ["model.pattern", "model.prefix", "model.block_size", "data.sequence_length"]),

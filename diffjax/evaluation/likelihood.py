@@ -29,6 +29,7 @@ def evaluate_likelihood(
     unigram: np.ndarray | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     place: Callable[[Batch], Batch] = lambda batch: batch,
+    fetch: Callable[[Array], np.ndarray] = np.asarray,
 ) -> dict | None:
     """Score every example once; return one flat record of floats, integers, strings and None.
 
@@ -38,6 +39,7 @@ def evaluate_likelihood(
     unigram      token counts [V] of the training split: adds the cross-entropy of that unigram on the same tokens
     should_stop  polled before every batch; when it answers True the evaluation is dropped and None returned
     place        puts a batch of host arrays on the devices
+    fetch        brings an array [B, K], split over devices, to the host
 
     eval/nelbo_nats_per_token, eval/ppl_bound and eval/bpb_bound are upper bounds (`bound` "<="). With block size 1 they
     are exact (`bound` "=") and eval/nll_nats_per_token repeats the first. Standard errors, in nats per token: `mc_se`
@@ -62,10 +64,11 @@ def evaluate_likelihood(
         if should_stop():
             return None
         placed = place(batch)
-        tally.add(batch, [estimate(params, placed, seed, np.uint32(replicate)) for replicate in range(replicates)])
+        estimates = [estimate(params, placed, seed, np.uint32(replicate)) for replicate in range(replicates)]
+        tally.add(batch, list(map(fetch, estimates)))
         if evaluation.seed_val_loss:
             nats = _masked_nats(denoiser, params, placed, seed, **score)
-            seed_val_nats += np.asarray(nats, np.float64).sum()
+            seed_val_nats += fetch(nats).astype(np.float64).sum()
     if not tally.scored:
         raise UserError("the held-out split has no scored token: add text, or raise data.held_out or evaluation.rows")
 
@@ -127,7 +130,7 @@ class Tally:
         self._nats: list[np.ndarray] = []  # each [replicates, documents]
         self._tokens: list[np.ndarray] = []  # each [documents]
 
-    def add(self, batch: Batch, estimates: list[Array]) -> None:
+    def add(self, batch: Batch, estimates: list[np.ndarray]) -> None:
         """Add a batch and the nats of its blocks, one [B, K] for each replicate."""
         tokens, segments, valid, scored, row = (np.asarray(array) for array in batch)
         nats = np.stack([np.asarray(estimate, np.float64) for estimate in estimates])

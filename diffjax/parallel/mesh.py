@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diffjax.config import MeshConfig
@@ -147,6 +148,20 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows are split over data and fsdp; everything else of a batch is whole."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def place_whole(tree, sharding: NamedSharding):
+    """Host arrays, the same on every process, as global arrays; each device takes its part, nothing is sent around."""
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x)[index]), tree
+    )
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """A global array as a host array on every process, all of which must call."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
 
 
 def global_batch(read_rows: Callable[[np.ndarray], Batch], batch_size: int, sharding: NamedSharding) -> Batch:

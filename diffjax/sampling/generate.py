@@ -56,6 +56,7 @@ def generate(
     sampling: SamplingConfig,
     *,
     on_block: Callable[[int, str], None] | None = None,
+    fetch: Callable[[jax.Array], np.ndarray] = np.asarray,
 ) -> list[Generation]:
     """Continue every prompt by up to `sampling.blocks` blocks; results in the order of the prompts.
 
@@ -63,6 +64,7 @@ def generate(
     tokens unless it stops before. Every row starts with BOS; the noise of row i depends on (seed, i) alone.
     on_block(row, text) hands out each row's text as its blocks are finished, and changes no token: the pieces of a row
     add up to its text. A UTF-8 sequence cut by a block's edge is held back until it is complete.
+    fetch brings an array to the host: where parameters are split over processes, its results may be too.
     UserError: a bad key, a prompt that is not Unicode, a model that does not fit the tokenizer or gives NaN.
     """
     rule, knobs = sampler(sampling, denoiser.block_size)
@@ -89,13 +91,13 @@ def generate(
         state = driver.advance(
             denoiser, rule, params, state, forbid, stop, on_block is not None, mask_id=tokenizer.mask_id
         )
-        live = bool(np.any(state.live))
+        live = bool(np.any(fetch(state.live)))
         if on_block is not None:
-            _hand_out(state, streams, G, on_block)
+            _hand_out(jax.tree.map(fetch, state._replace(key=None, context=None)), streams, G, on_block)
 
-    _refuse_errors(state, prompts)
     seconds = time.perf_counter() - began
-    state = jax.device_get(state._replace(key=None, context=None))
+    state = jax.tree.map(fetch, state._replace(key=None, context=None))
+    _refuse_errors(state, prompts)
     results = []
     for row, (prompt, stream) in enumerate(zip(rows, streams, strict=True)):
         length = int(state.length[row])
@@ -203,8 +205,9 @@ class TextStream:
 
 def _hand_out(state, streams, G, on_block):
     """Call on_block for every row that finished a block since the driver was called."""
-    news, live, given = np.asarray(state.news), np.asarray(state.live), np.asarray(state.given)
-    tokens, length, block = np.asarray(state.tokens), np.asarray(state.length), np.asarray(state.block)
+    news, live, given, tokens, length, block = (
+        state.news, state.live, state.given, state.tokens, state.length, state.block
+    )  # fmt: skip
     for row, stream in enumerate(streams):
         if news[row]:
             begin = int(given[row].sum()) + stream.pushed
@@ -215,7 +218,7 @@ def _hand_out(state, streams, G, on_block):
 
 
 def _refuse_errors(state, prompts):
-    for row in np.flatnonzero(np.asarray(state.finish) == driver.ERROR):
+    for row in np.flatnonzero(state.finish == driver.ERROR):
         raise UserError(
             f"row {row} (prompt {prompts[row][:40]!r}) failed at block {int(state.block[row])}: the model's logits "
             "hold NaN or leave no token to choose; check the checkpoint's parameters"

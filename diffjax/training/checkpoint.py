@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 
 from diffjax.config import CheckpointConfig
 from diffjax.errors import StuckSave, UserError
+from diffjax.parallel import distributed
 from diffjax.parallel.mesh import leaf_path
 
 FORMAT = 1
@@ -140,8 +141,13 @@ class Checkpoints:
             raise kind(f"{text.format(refusal)} ({need})") from error
 
     def complete_steps(self) -> list[int]:
-        """Steps that were written to the end, ascending; no leftovers of killed saves, no bare folders."""
-        return sorted(step for step in self._manager.all_steps() if self._is_complete(step))
+        """Steps that were written to the end, ascending; no leftovers of killed saves, no bare folders.
+
+        As process 0 sees the folder: all processes of a run must choose the same.
+        """
+        return distributed.from_first(
+            lambda: sorted(step for step in self._manager.all_steps() if self._is_complete(step))
+        )
 
     def _is_complete(self, step: int) -> bool:
         metadata = self._manager.metadata(step)
@@ -150,10 +156,15 @@ class Checkpoints:
 
     def read_meta(self, step: int) -> dict:
         """The `meta` of a complete checkpoint. Raises DamagedError."""
-        try:
-            meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-        except Exception as error:
-            raise DamagedError(f"{self.folder / str(step)}: its meta cannot be read: {_first_line(error)}") from error
+
+        def read():
+            try:
+                return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+            except Exception as error:
+                text = f"{self.folder / str(step)}: its meta cannot be read: {_first_line(error)}"
+                raise DamagedError(text) from error
+
+        meta = distributed.together(read, DamagedError)
         if not isinstance(meta, dict) or not {"format", "step", "leaves"} <= set(meta):
             raise DamagedError(f"{self.folder / str(step)}: its meta lacks what a checkpoint's meta holds")
         if meta["format"] != FORMAT:
@@ -233,10 +244,14 @@ class Checkpoints:
         arguments = ocp.args.PyTreeRestore(
             item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
         )
-        try:
-            flat = flatten(self._manager.restore(step, args=ocp.args.Composite(state=arguments)).state)
-        except Exception as error:
-            raise DamagedError(f"{self.folder / str(step)}: cannot be read: {_first_line(error)}") from error
+
+        def read():
+            try:
+                return flatten(self._manager.restore(step, args=ocp.args.Composite(state=arguments)).state)
+            except Exception as error:
+                raise DamagedError(f"{self.folder / str(step)}: cannot be read: {_first_line(error)}") from error
+
+        flat = distributed.together(read, DamagedError)
         digests = jax.device_get(_digests(flat))
         for path in wanted:
             if int(digests[path]) != saved[path]["digest"]:
@@ -268,14 +283,18 @@ class Checkpoints:
 
     def _move_aside(self, above: int) -> None:
         """Take unreadable and incomplete checkpoints newer than the restored one out of the way of later saves."""
-        newer = [step for step in self._manager.all_steps() if step > above]
+        newer = distributed.from_first(lambda: [step for step in self._manager.all_steps() if step > above])
         if not newer or not self.writable:
             return
-        for step in newer:
-            place = self.folder.parent / "damaged_checkpoints" / f"{step}-{time.time_ns()}"
-            place.parent.mkdir(exist_ok=True)
-            shutil.move(self.folder / str(step), place)
-            self.report(f"moved {self.folder / str(step)} to {place}")
+
+        def move():
+            for step in newer:
+                place = self.folder.parent / "damaged_checkpoints" / f"{step}-{time.time_ns()}"
+                place.parent.mkdir(exist_ok=True)
+                shutil.move(self.folder / str(step), place)
+                self.report(f"moved {self.folder / str(step)} to {place}")
+
+        distributed.from_first(move)
         self._manager.reload()
 
     def close(self) -> None:

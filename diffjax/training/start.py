@@ -11,7 +11,8 @@ import numpy as np
 
 from diffjax.config import Config, resume_diff, to_dict
 from diffjax.errors import UserError
-from diffjax.parallel.mesh import init_sharded
+from diffjax.parallel import distributed
+from diffjax.parallel.mesh import init_sharded, place_whole
 from diffjax.training.checkpoint import Checkpoints, Mismatch
 from diffjax.training.optimizer import make_optimizer
 from diffjax.training.step import fresh_state, make_init
@@ -30,7 +31,7 @@ class Start(NamedTuple):
 def stored_meta(config: Config, identities: dict, say: Callable[[str], None]) -> dict | None:
     """The meta of the checkpoint that the run folder would go on from, compared with this run; None for a new run."""
     folder = Path(config.run.dir) / "checkpoints"
-    if not folder.is_dir():
+    if not distributed.from_first(folder.is_dir):
         return None
     checkpoints = Checkpoints(folder)
     try:
@@ -89,7 +90,8 @@ def find_start(
 def _calm(state: dict) -> dict:
     """A restored state counts its rejected steps in a row from zero."""
     old = state["guard"].consecutive
-    return {**state, "guard": state["guard"]._replace(consecutive=jax.device_put(np.int32(0), old.sharding))}
+    zero = place_whole(np.zeros((), np.int32), old.sharding)
+    return {**state, "guard": state["guard"]._replace(consecutive=zero)}
 
 
 def check_init_from(config: Config, target: dict, identities: dict) -> None:
