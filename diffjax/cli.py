@@ -20,8 +20,9 @@ from pathlib import Path
 
 from diffjax import __version__
 from diffjax.config import load_config, to_dict
-from diffjax.errors import EXIT_CODES, UserError, exit_code
+from diffjax.errors import EXIT_CODES, StuckSave, UserError, exit_code
 from diffjax.huge_pages import restart_with_huge_pages
+from diffjax.interruption import preempted_by_sigterm
 
 BROKEN_PIPE = 141
 
@@ -30,9 +31,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb and return its exit code. Reads sys.argv when `argv` is None."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     arguments.own_process = argv is None
+    arguments.stuck = False
     code = _report(arguments)
     joined = _joined()
-    return joined.leave(code, together=code in (0, 4, 75)) if joined else code
+    code = joined.leave(code, together=code in (0, 4, 75)) if joined else code
+    if arguments.stuck and arguments.own_process:
+        os._exit(code)
+    return code
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -48,6 +53,7 @@ def _report(arguments: argparse.Namespace) -> int:
             code = exit_code(error)
             result = {"error": str(error) or "interrupted", "exit_code": code}
             print(result["error"], file=sys.stderr)
+            arguments.stuck = isinstance(error, StuckSave)
         if arguments.json and _is_first():
             print(json.dumps(_plain(result), allow_nan=False), file=output)
         output.flush()
@@ -108,7 +114,8 @@ def _prepare(arguments):
     config = load_config(arguments.config, arguments.overrides)
     from diffjax.data.prepare import prepare
 
-    return prepare(config).manifest
+    with preempted_by_sigterm("stopped; the same command goes on"):
+        return prepare(config).manifest
 
 
 def _plan(arguments):

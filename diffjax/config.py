@@ -159,6 +159,9 @@ class TrainingConfig:
     evaluate_every: int = free(50)
     checkpoint_every: int = free(50)
     ema: float = refuse(0.0)
+    profile_steps: tuple[int, int] | None = free(None)  # first and last step of a trace
+    watchdog_s: int = free(1800)
+    compile_cache: str = free("auto")  # or off, or a folder; see diffjax/compile_cache.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +289,7 @@ _RANGES = (
         "training.evaluate_every training.checkpoint_every optimizer.schedule_steps guard.spike_window "
         "guard.max_consecutive checkpoint.keep_last checkpoint.keep_every evaluation.rows evaluation.batch_size "
         "evaluation.samples evaluation.replicates sampling.steps sampling.blocks data.tokenizer.sample_bytes "
-        "distributed.num_processes distributed.init_timeout_s distributed.heartbeat_timeout_s "
+        "training.watchdog_s distributed.num_processes distributed.init_timeout_s distributed.heartbeat_timeout_s "
         "distributed.shutdown_timeout_s",
     ),
     (
@@ -316,6 +319,12 @@ _RANGES = (
         "mesh.data mesh.fsdp mesh.tensor mesh.context",
     ),
     (lambda value: value.strip() != "", "must name a folder", "run.dir"),
+    (lambda value: value.strip() != "", "must be auto, off or a folder", "training.compile_cache"),
+    (
+        lambda value: 0 <= value[0] <= value[1],
+        "must be [first, last], the steps to trace, with 0 <= first <= last",
+        "training.profile_steps",
+    ),
     (
         lambda value: value != "" and set(value) <= {"A", "M"},
         "must be made of the letters A (attention) and M (Mamba), such as AMMMMM",

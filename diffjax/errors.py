@@ -5,24 +5,28 @@ class UserError(Exception):
     """The user's input is wrong: one sentence naming the file, key or value and what would be right. Exit code 2."""
 
 
+class StuckSave(UserError):
+    """The storage did not answer in time. The thread that waits for it would keep the interpreter from leaving."""
+
+
 class UnsupportedKernel(UserError, ValueError):
     """The kernel that was named does not exist or cannot run this shape."""
 
 
-class GuardStop(Exception):
+class StoppedEarly(Exception):
+    """A run ended before its last step. Where a state was saved, `step` and `tokens_seen` are those of that state."""
+
+    def __init__(self, text: str, step: int | None = None, tokens_seen: int = 0):
+        super().__init__(text)
+        self.step, self.tokens_seen = step, tokens_seen
+
+
+class GuardStop(StoppedEarly):
     """The guard saw too many bad steps in a row; the last good state is saved. Exit code 4."""
 
-    def __init__(self, text: str, step: int | None = None):
-        super().__init__(text)
-        self.step = step
 
-
-class Preempted(Exception):
+class Preempted(StoppedEarly):
     """The run was asked to stop; its state is saved and the same command continues it. Exit code 75."""
-
-    def __init__(self, text: str, step: int | None = None):
-        super().__init__(text)
-        self.step = step
 
 
 EXIT_CODES = {UserError: 2, GuardStop: 4, Preempted: 75, KeyboardInterrupt: 130}

@@ -9,18 +9,20 @@ import dataclasses
 import fcntl
 import json
 import os
-import resource
 import shlex
+import shutil
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from diffjax.compile_cache import compile_cache
 from diffjax.config import Config, DistributedConfig, MeshConfig, dump_yaml, load_config, to_dict, validate
 from diffjax.config_loading import flatten
 from diffjax.data.batch import abstract_batch
@@ -30,8 +32,9 @@ from diffjax.data.prepare import prepare
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.diffusion.corruption import draw
 from diffjax.diffusion.objectives import block_diffusion
-from diffjax.errors import Preempted, UserError, exit_code
+from diffjax.errors import GuardStop, Preempted, UserError, exit_code
 from diffjax.evaluation.likelihood import evaluate_likelihood
+from diffjax.interruption import preempted_by_sigterm
 from diffjax.kernels import dispatch
 from diffjax.models.denoiser import Denoiser
 from diffjax.models.flops import flops_per_token
@@ -41,10 +44,9 @@ from diffjax.sampling.generate import Generation, generate, sampler
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.loop import Job, fit
 from diffjax.training.start import check_resume, check_weights, package_versions, stored_meta, weights_entry
-from diffjax.training.tracking import duration, is_first_process, plain, read_metric
+from diffjax.training.summary import NELBO, UNIGRAM, summarise
+from diffjax.training.tracking import duration, is_first_process
 
-NELBO = "eval/nelbo_nats_per_token"
-UNIGRAM = "eval/unigram_nats_per_token"
 LAST_EXIT = "last_exit.json"
 
 
@@ -84,57 +86,62 @@ def train(config: Config, *, resume_command: str | None = None) -> TrainResult:
     alike = dataclasses.replace(config, distributed=DistributedConfig())
     distributed.agree({**flatten(to_dict(alike)), **package_versions()})
     end = {"step": None}
-    with contextlib.ExitStack() as held, _precision(config):
-        config = _with_id(config, distributed.from_first(lambda: _open_folder(config, held, end)))
-        result = _train(config, resume_command)
+    with contextlib.ExitStack() as held:
+        identity = distributed.from_first(lambda: _open_folder(config, held, end))
+        held.enter_context(_settings(config))
+        result = _train(config, identity, resume_command)
         end["step"] = result.step
         distributed.gather("done")  # the first process may still have been writing
         return result
 
 
-def _train(config: Config, resume_command: str | None) -> TrainResult:
+def _train(config: Config, identity: str | None, resume_command: str | None) -> TrainResult:
     run_dir = Path(config.run.dir)
     meta = stored_meta(config, {}, lambda text: None)
     if meta is not None and meta["step"] >= config.training.steps:
         print(f"already at step {meta['step']} of {config.training.steps}; a larger training.steps continues")
         return TrainResult(meta["step"], str(run_dir), _read_summary(run_dir))
+    identity = identity or (meta and meta["run_id"]) or distributed.from_first(lambda: uuid.uuid4().hex[:8])
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, id=identity))
     began = time.monotonic()
-    corpus = _shared_corpus(config)
+    with _stoppable("stopped before the first step; nothing is half-written, the same command starts again"):
+        corpus = _shared_corpus(config)
     held_out_indices(corpus, config.evaluation.rows)  # raises where nothing is held out
     if meta is not None:  # before anything in the folder is written
         check_resume(meta, config, _identities(corpus), config.run.dir, lambda text: None)
     job = _job(config, corpus, make_mesh(config.mesh))
+    write_summary = partial(_write_summary, job, began, resume_command)
     with TrainLoader(corpus, config) as loader:
         try:
             outcome = fit(dataclasses.replace(job, read_rows=loader.rows))
+        except GuardStop as stop:
+            write_summary("guard stop", stop)
+            raise
         except Preempted as stop:
+            write_summary("preempted", stop)
             again = resume_command or "the same call"
-            raise Preempted(f"{stop}. To go on: {again}", stop.step) from None
+            raise Preempted(f"{stop}. To go on: {again}", stop.step, stop.tokens_seen) from None
+    summary = write_summary("finished", outcome)
     weights = outcome.state.get("ema", outcome.state["params"])
-    with jax.set_mesh(job.mesh):
+    with jax.set_mesh(job.mesh), _stoppable("stopped after the last step; the run is whole but for its samples"):
         text = _write_samples(config, job.denoiser, corpus, weights, outcome.step)
-    summary = _summary(config, run_dir, outcome, weights, time.monotonic() - began)
-    _write(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     _print_end(config, summary, text, resume_command)
     return TrainResult(outcome.step, str(run_dir), summary)
 
 
-def _open_folder(config: Config, held: contextlib.ExitStack, end: dict) -> str:
-    """Make and lock the run folder, and have the `end` of this run noted in it; the id of the run. By process 0 alone.
+def _open_folder(config: Config, held: contextlib.ExitStack, end: dict) -> str | None:
+    """Make and lock the run folder, and have the `end` of this run noted in it. By process 0 alone.
 
-    The id is the config's, the folder's, or a new one. Trackers never choose it.
+    Returns the run's id, the config's or the folder's; None where neither has one. Trackers never choose it.
     """
     run_dir = Path(config.run.dir)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"run.dir={run_dir} cannot be a run folder: {error.strerror}; choose another") from None
+    held.enter_context(_folder(run_dir))
     held.enter_context(_locked(run_dir))
     held.enter_context(_noting_the_end(run_dir, end))
     identity, stored = config.run.id, run_dir / "config.yaml"
     if identity is None and stored.is_file():
         identity = load_config(stored).run.id
-    return identity or uuid.uuid4().hex[:8]
+    return identity
 
 
 def _shared_corpus(config: Config) -> Corpus:
@@ -176,8 +183,10 @@ def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
             print(f"WARNING: {error}", file=sys.stderr)
             return {NELBO: float("nan")}
 
-    _write(run_dir / "config.yaml", dump_yaml(config))
-    _write(run_dir / "tokenizer.model", tokenizer.model_bytes)
+    def begin():
+        _write(run_dir / "config.yaml", dump_yaml(config))
+        _write(run_dir / "tokenizer.model", tokenizer.model_bytes)
+
     return Job(
         config=config,
         mesh=mesh,
@@ -192,6 +201,7 @@ def _job(config: Config, corpus: Corpus, mesh: Mesh) -> Job:
         evaluate=evaluate_now,
         notes={"corpus_folder": str(corpus.directory.absolute())},
         row_flops=data.sequence_length * flops_per_token(config, tokenizer.vocab_size),
+        begin=begin,
     )
 
 
@@ -212,7 +222,7 @@ def load_run(folder, overrides=()) -> Run:
     tokenizer = Tokenizer.load(run_dir / "tokenizer.model")
     denoiser = Denoiser(config.model, vocab_size=tokenizer.vocab_size, kernels=config.kernels)
     checkpoints = Checkpoints(run_dir / "checkpoints", report=lambda text: print(text, file=sys.stderr))
-    with _precision(config):
+    with _settings(config):
         device = SingleDeviceSharding(jax.devices()[0])
         params = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), denoiser.abstract_params()
@@ -235,7 +245,7 @@ def evaluate(run: Run, **keys) -> dict:
     validate(config)
     corpus = _corpus_of(run)
     mesh = _one_device()
-    with _precision(config), jax.set_mesh(mesh):
+    with _settings(config), jax.set_mesh(mesh):
         record = _likelihood(config, run.denoiser, run.params, corpus, mesh)
     error = "" if record["mc_se"] is None else f" +- {record['mc_se']:.4f}"
     print(f"{run.dir} at step {run.step}: {record['tokens_scored']:,} held-out tokens, estimator {record['estimator']}")
@@ -252,7 +262,7 @@ def sample(
 ) -> list[Generation]:
     """Continue the prompts; `keys` replace keys of the run's `sampling` section. See `diffjax.sampling.generate`."""
     sampling = dataclasses.replace(run.config.sampling, **keys)
-    with _precision(run.config), jax.set_mesh(_one_device()):
+    with _settings(run.config), jax.set_mesh(_one_device()):
         return generate(run.denoiser, run.params, run.tokenizer, prompts, sampling, on_block=on_block)
 
 
@@ -307,22 +317,24 @@ def _write_samples(config: Config, denoiser, corpus: Corpus, params, step: int) 
     return texts[-1]
 
 
-def _summary(config: Config, run_dir: Path, outcome, params, seconds: float) -> dict:
-    held_out = read_metric(run_dir, NELBO)
-    unigram = read_metric(run_dir, UNIGRAM)
-    kilobytes = 1 if sys.platform == "darwin" else 1024
-    return {
-        "run_id": config.run.id,
-        "step": outcome.step,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
-        "tokens_seen": outcome.tokens_seen,
-        "seconds": round(seconds, 1),
-        "kernels": dict(dispatch.decisions),
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes,
-        "unigram_nats_per_token": plain(unigram[-1][1]) if unigram else None,
-        "first_nelbo_nats_per_token": plain(held_out[0][1]) if held_out else None,
-        "last_nelbo_nats_per_token": plain(held_out[-1][1]) if held_out else None,
-    }
+def _write_summary(job: Job, began: float, command: str | None, ended: str, end) -> dict:
+    """Write and return the summary of a run that ended at `end`: its step and tokens_seen."""
+    summary = summarise(
+        job.config,
+        job.mesh,
+        ended=ended,
+        step=end.step,
+        tokens_seen=end.tokens_seen,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(job.denoiser.abstract_params())),
+        seconds=time.monotonic() - began,
+        command=command,
+    )
+    path = Path(job.config.run.dir) / "summary.json"
+    try:
+        _write(path, json.dumps(summary, indent=2) + "\n")
+    except OSError as error:  # the state is saved; how the run ended must not be hidden by this
+        print(f"WARNING: {path} could not be written: {error.strerror}", file=sys.stderr)
+    return summary
 
 
 def _read_summary(run_dir: Path) -> dict:
@@ -347,8 +359,20 @@ def _print_end(config: Config, summary: dict, text: str, command: str | None) ->
         print(f"go on:     {shlex.join([*words, f'training.steps={2 * config.training.steps}'])}")
 
 
-def _with_id(config: Config, identity: str) -> Config:
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, id=identity))
+@contextlib.contextmanager
+def _folder(run_dir: Path) -> Iterator[None]:
+    """Make the run folder; leave none behind where nothing was begun in it."""
+    try:
+        made = not run_dir.exists()
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.dir={run_dir} cannot be a run folder: {error.strerror}; choose another") from None
+    try:
+        yield
+    finally:
+        untouched = {path.name for path in run_dir.iterdir()} <= {".lock", LAST_EXIT, "checkpoints", "compile_cache"}
+        if made and untouched and not any(run_dir.glob("checkpoints/*")):
+            shutil.rmtree(run_dir)
 
 
 @contextlib.contextmanager
@@ -393,9 +417,17 @@ def _noting_the_end(run_dir: Path, end: dict) -> Iterator[None]:
         _replace(path, json.dumps({"attempt": attempt, "code": code, "step": end["step"]}) + "\n")
 
 
-def _precision(config: Config) -> contextlib.AbstractContextManager:
-    """64-bit numbers for a float64 model, and no change otherwise."""
-    return jax.enable_x64(True) if config.model.dtype == "float64" else contextlib.nullcontext()
+@contextlib.contextmanager
+def _settings(config: Config) -> Iterator[None]:
+    """What JAX is set to while it works for this config: the compile cache, and 64-bit numbers for a float64 model."""
+    wide = jax.enable_x64(True) if config.model.dtype == "float64" else contextlib.nullcontext()
+    with wide, compile_cache(config.training.compile_cache, Path(config.run.dir)):
+        yield
+
+
+def _stoppable(text: str) -> contextlib.AbstractContextManager:
+    """SIGTERM inside ends the run with this text; several processes have JAX's preemption service instead."""
+    return preempted_by_sigterm(text) if distributed.process_count() == 1 else contextlib.nullcontext()
 
 
 def _write(path: Path, content: str | bytes) -> None:

@@ -398,6 +398,16 @@ def test_alias_to_itself_ends():
         ("training.log_every=0", "training.log_every=0 must be at least 1"),
         ("training.evaluate_every=0", "training.evaluate_every=0 must be at least 1"),
         ("training.checkpoint_every=-1", "training.checkpoint_every=-1 must be at least 1"),
+        ("training.watchdog_s=0", "training.watchdog_s=0 must be at least 1"),
+        ("training.compile_cache=''", 'training.compile_cache="" must be auto, off or a folder'),
+        (
+            "training.profile_steps=[4,3]",
+            "training.profile_steps=[4, 3] must be [first, last], the steps to trace, with 0 <= first <= last",
+        ),
+        (
+            "training.profile_steps=[-1,3]",
+            "training.profile_steps=[-1, 3] must be [first, last], the steps to trace, with 0 <= first <= last",
+        ),
         ("training.ema=1", "training.ema=1.0 must be at least 0 and below 1"),
         ("data.tokenizer.vocab_size=7", "data.tokenizer.vocab_size=7 must be at least 8"),
         ("data.held_out=1", "data.held_out=1.0 must be above 0 and below 1"),
@@ -489,6 +499,7 @@ def test_a_nul_character_is_refused():
         "model.pattern=M model.dtype=float64",
         "data.source=text data.path=x",
         "data.source=jsonl data.corpus=corpora/prepared",
+        "training.profile_steps=[3,3] training.compile_cache=off",
     ],
 )
 def test_what_the_rules_allow(overrides):

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from diffjax.config import load_config
+from diffjax.config import config_hash, load_config, to_dict
 from diffjax.errors import UserError
 from diffjax.run import evaluate, load_run, sample, train
 from diffjax.training.checkpoint import Checkpoints
@@ -35,10 +36,14 @@ evaluation: {{rows: 8, batch_size: 8}}
 sampling: {{blocks: 2}}
 """
 
-# The command line, with a signal to itself when it reads the rows of a step.
+# The command line, with a signal to itself when it reads the rows of a step. Ends by saying what it compiled anew.
 SIGNALLED = """
-import os, sys
+import atexit, os, sys
+from jax import monitoring
 from diffjax.data.loader import TrainLoader
+events = []
+monitoring.register_event_listener(lambda name, **_: events.append(name.split("/")[-1]))
+atexit.register(lambda: print("cache misses", events.count("cache_misses"), "hits", events.count("cache_hits")))
 step, number = int(sys.argv[1]), int(sys.argv[2])
 real = TrainLoader.rows
 def rows(self, asked, numbers):
@@ -48,6 +53,45 @@ def rows(self, asked, numbers):
 TrainLoader.rows = rows
 from diffjax.cli import main
 sys.exit(main(sys.argv[3:]))
+"""
+
+# The command line, with SIGTERM to itself when the corpus is about to be written.
+STOPPED_EARLY = """
+import os, signal, sys
+import diffjax.data.prepare as module
+real = module._write_corpus
+def write(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return real(*arguments)
+module._write_corpus = write
+from diffjax.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+# The command line on a storage that takes every array and never answers.
+STUCK = """
+import sys, time
+from diffjax.training import checkpoint
+from orbax.checkpoint._src.serialization import serialization
+async def never(*arguments, **keywords):
+    time.sleep(3600)
+serialization.async_serialize_from_host = never
+checkpoint.SAVE_TIMEOUT_S = 1
+from diffjax.cli import main
+sys.exit(main())
+"""
+
+# A stand-in for Weights & Biases that writes down which run it is asked for.
+FAKE_WANDB = """
+import json, os
+def init(**keywords):
+    with open(os.environ["WANDB_ASKED"], "a") as file:
+        file.write(json.dumps({key: keywords[key] for key in ("id", "resume")}) + chr(10))
+    return Run()
+class Run:
+    id = "chosen by the tracker"
+    def log(self, values, step): pass
+    def finish(self): pass
 """
 
 
@@ -62,16 +106,17 @@ def home(tmp_path_factory):
     return folder
 
 
-def start(home, *arguments, step=-1, number=0):
+def start(home, *arguments, step=-1, number=0, script=SIGNALLED, **variables):
     """Run the command line in a process of its own: (exit code, output)."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "JAX_COMPILATION_CACHE_DIR": str(home / "compile_cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XDG_CACHE_HOME": str(home / "cache"),
+        **variables,
     }
-    command = [sys.executable, "-c", SIGNALLED, str(step), str(int(number)), *map(str, arguments)]
+    signalled = [str(step), str(int(number))] if script is SIGNALLED else []
+    command = [sys.executable, "-c", script, *signalled, *map(str, arguments)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[1]
     )
@@ -112,6 +157,84 @@ def test_a_whole_run(home, finished):
 
 
 @pytest.mark.multiprocess
+def test_the_summary_of_a_run(home, finished):
+    run_dir, _ = finished
+    summary = json.loads((run_dir / "summary.json").read_text())
+    config = load_config(run_dir / "config.yaml")
+    assert (summary["ended"], summary["config"]) == ("finished", to_dict(config))
+    assert summary["config_hash"] == config_hash(config)
+    assert summary["command"] == f"diffjax train {home / 'tiny.yaml'}"
+    assert summary["versions"]["jax"] == jax.__version__ and summary["versions"]["python"] in sys.version
+    hardware = {"host": os.uname().nodename, "platform": "cpu", "device": "cpu", "devices": 1, "processes": 1}
+    assert hardware.items() <= summary["hardware"].items() and summary["hardware"]["mesh"]["data"] == 1
+    assert [name for name, why in summary["kernels"].items() if name.startswith("attention") and why.startswith("xla")]
+    assert summary["peak_memory_bytes"] > 2**20 and summary["peak_device_bytes"] is None
+    assert summary["parameters"] == sum(x.size for x in jax.tree.leaves(load_run(run_dir).params))
+    numbers = {r["step"]: r["value"] for r in records(run_dir / "metrics.jsonl") if "eval/nelbo" in r["name"]}
+    assert summary["best_nelbo_nats_per_token"] == min(numbers.values()) == numbers[summary["best_nelbo_step"]]
+    assert summary["last_loss"] == losses(run_dir)[7] and summary["tokens_per_second"] > 0
+    assert summary["tokens_seen"] == leaves(run_dir, 8)[1]
+
+
+@pytest.mark.multiprocess
+def test_a_second_process_compiles_nothing(home, finished):
+    _, output = finished
+    assert int(re.search(r"cache misses (\d+)", output)[1]) > 10
+    code, output = start(home, "train", home / "tiny.yaml", f"run.dir={home / 'again'}")
+    assert code == 0 and re.search(r"cache misses 0 hits \d\d", output), output
+    assert leaves(home / "again", 8) == leaves(finished[0], 8)  # and it computes the same
+
+
+@pytest.mark.multiprocess
+def test_a_run_that_the_guard_stops_says_so(home):
+    run_dir = home / "stuck"
+    wild = ["optimizer.learning_rate=1e38", "guard.max_consecutive=2", f"run.dir={run_dir}"]
+    code, output = start(home, "train", home / "tiny.yaml", *wild)
+    assert code == 4 and "2 steps in a row were rejected" in output, output
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["ended"] == "guard stop"
+    assert summary["step"] == Checkpoints(run_dir / "checkpoints").complete_steps()[-1]
+
+
+@pytest.mark.multiprocess
+def test_a_save_that_never_ends_does_not_keep_the_process(home, finished):
+    arguments = ("train", "--json", home / "tiny.yaml", f"run.dir={home / 'hung'}")
+    code, output = start(home, *arguments, script=STUCK, GLIBC_TUNABLES="glibc.malloc.hugetlb=0")
+    told = f"{home / 'hung' / 'checkpoints' / '4'} could not be written, there is none before it: it took more than 1 s"
+    assert code == 2 and told in output and "Traceback" not in output, output
+    assert '"exit_code": 2}' in output
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("verb", ["train", "prepare"])
+def test_stopped_while_preparing(home, tmp_path, verb):
+    (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=home))
+    places = [f"run.dir={tmp_path / 'run'}", f"data.corpus={tmp_path / 'corpus'}"]
+    code, output = start(home, verb, tmp_path / "tiny.yaml", *places, script=STOPPED_EARLY)
+    assert code == 75 and "SIGTERM: stopped" in output and "Traceback" not in output, output
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left <= {"tiny.yaml", "tokenizers", "tokenised", ".lock"}  # what the next start goes on from
+    code, output = start(home, "prepare", tmp_path / "tiny.yaml", *places)
+    assert code == 0 and (tmp_path / "corpus" / "manifest.json").is_file(), output
+
+
+@pytest.mark.multiprocess
+def test_a_refusal_while_compiling_leaves_no_folder_and_changes_no_file(home, finished, tmp_path):
+    refused = "kernels.attention=pallas_tpu"
+    for place in (tmp_path / "new", tmp_path / "made"):
+        with pytest.raises(UserError, match="pallas_tpu"):
+            train(load_config(home / "tiny.yaml", [refused, f"run.dir={place}"]))
+        (tmp_path / "made").mkdir(exist_ok=True)  # by the user
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    run_dir, _ = finished
+    files = [path for path in run_dir.iterdir() if path.is_file() and path.name not in (".lock", "last_exit.json")]
+    before = [path.read_bytes() for path in files]
+    with pytest.raises(UserError, match="pallas_tpu"):
+        train(load_config(home / "tiny.yaml", [refused, "training.steps=9"]))
+    assert [path.read_bytes() for path in files] == before
+
+
+@pytest.mark.multiprocess
 def test_killed_and_resumed_is_bit_equal(home, finished):
     """kill -9 at step 6, while the checkpoint of step 4 may still be on its way to the disk."""
     run_dir = home / "killed"
@@ -128,15 +251,24 @@ def test_killed_and_resumed_is_bit_equal(home, finished):
 @pytest.mark.multiprocess
 def test_stopped_and_resumed_is_bit_equal(home, finished):
     run_dir = home / "stopped"
-    arguments = ("train", home / "tiny.yaml", f"run.dir={run_dir}")
-    code, output = start(home, *arguments, step=4, number=signal.SIGTERM)
+    (home / "fake").mkdir()
+    (home / "fake" / "wandb.py").write_text(FAKE_WANDB)
+    paths = f"{home / 'fake'}:{os.environ.get('PYTHONPATH', '')}"
+    fake = {"PYTHONPATH": paths, "WANDB_ASKED": str(home / "asked.jsonl")}
+    arguments = ("train", home / "tiny.yaml", f"run.dir={run_dir}", "tracking.wandb=true")
+    code, output = start(home, *arguments, step=4, number=signal.SIGTERM, **fake)
     assert code == 75 and "SIGTERM: stopped at step 5 of 8" in output, output
     assert f"diffjax train {home / 'tiny.yaml'} run.dir={run_dir}" in output
-    leaves(run_dir, 5)
-    code, output = start(home, *arguments)
+    first = json.loads((run_dir / "summary.json").read_text())
+    assert (first["ended"], first["step"], first["tokens_seen"]) == ("preempted", 5, leaves(run_dir, 5)[1])
+    (run_dir / "config.yaml").unlink()  # the checkpoint knows the id as well
+    code, output = start(home, *arguments, **fake)
     assert code == 0 and "starting at step 5 of 8" in output, output
     assert leaves(run_dir, 8) == leaves(finished[0], 8)
     assert losses(run_dir) == losses(finished[0])
+    assert records(home / "asked.jsonl") == [{"id": first["run_id"], "resume": "allow"}] * 2  # never the tracker's own
+    last = json.loads((run_dir / "summary.json").read_text())
+    assert (last["ended"], last["step"], last["run_id"]) == ("finished", 8, first["run_id"])
 
 
 @pytest.mark.multiprocess

@@ -50,13 +50,12 @@ class DenoiserModule(nn.Module):
             self.head = Projection(shape, axes, dtype, c.init_std, out_dtype=logits_dtype)
 
     def __call__(self, clean, frontiers, clean_stream, frontier_stream, context=None, embedding=None):
-        """Tokens of either stream, or None -> (hidden states of the frontiers, of the clean stream, contexts,
-        auxiliary)."""
+        """Tokens of either stream, or None -> hidden states (clean, frontier), contexts, auxiliary."""
         hidden = self.embedded(clean, frontiers, embedding)
-        (clean, frontier), contexts, auxiliary = self.backbone(*hidden, clean_stream, frontier_stream, context)
+        hidden, contexts, auxiliary = self.backbone(*hidden, clean_stream, frontier_stream, context)
         if self.is_initializing():
-            self.logits(frontier)  # makes the parameters of the norm and the head
-        return frontier, clean, contexts, auxiliary
+            self.logits(hidden[1])  # makes the parameters of the norm and the head
+        return hidden, contexts, auxiliary
 
     def embedded(self, clean, frontiers, embedding=None):
         """Tokens of either stream, or None -> (clean [B, T, D], frontier [B, F, G, D])."""

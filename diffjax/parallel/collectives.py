@@ -7,11 +7,14 @@ from typing import NamedTuple
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
          "ragged-all-to-all")  # fmt: skip
 
+BY_HAND = "1"  # the channel that JAX gives to every exchange inside `jax.shard_map`
+
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=\s]*)\]")
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_LIST = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_ORIGIN = re.compile(r'op_name="[^"]*"|stack_frame_id=\d+')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -51,13 +54,14 @@ def collectives(hlo_text: str) -> list[Collective]:
     """The collectives of a compiled program, from `compiled.as_text()`, in the order of the text.
 
     The two halves of an asynchronous one count as one, and so do the copies that the TPU compiler spreads over the
-    operations it hides it behind (they share a channel).
+    operations it hides it behind (they share a channel; those inside `jax.shard_map`, which share one channel among all
+    of them, also share what they exchange and where in the traced program, and lie in different computations).
     """
     computations, entry = _parse(hlo_text)
     times = _times_run(computations, entry)
     found: dict = {}
     for name, instructions in computations.items():
-        types = {instruction.name: instruction.results for instruction in instructions}
+        types, here = {instruction.name: instruction.results for instruction in instructions}, []
         for instruction in instructions:
             kind = instruction.opcode.removesuffix("-start")
             if kind not in KINDS or times[name] == 0:
@@ -70,6 +74,10 @@ def collectives(hlo_text: str) -> list[Collective]:
             op_name = re.search(r'op_name="([^"]*)"', instruction.rest)
             channel = re.search(r"channel_id=(\d+)", instruction.rest)
             key = (kind, channel[1]) if channel else (name, instruction.name)
+            if channel and channel[1] == BY_HAND:
+                key = (*key, operands, results, *_ORIGIN.findall(instruction.rest))
+                key = (*key, sum(other[:-1] == key for other in here))  # none of a computation are copies
+                here.append(key)
             found.setdefault(key, Collective(kind, operands, results, times[name], op_name[1] if op_name else ""))
     return list(found.values())
 

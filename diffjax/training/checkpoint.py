@@ -6,6 +6,8 @@ leaf, the resolved config, versions, tokens seen. Step N = N updates done = the 
 
 import contextlib
 import logging
+import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -17,12 +19,13 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from diffjax.config import CheckpointConfig
-from diffjax.errors import UserError
+from diffjax.errors import StuckSave, UserError
 from diffjax.parallel import distributed
 from diffjax.parallel.mesh import leaf_path
 
 FORMAT = 1
 ITEMS = {"state", "meta"}
+SAVE_TIMEOUT_S = 1200
 
 
 class Restored(NamedTuple):
@@ -46,16 +49,12 @@ class _Manager(ocp.CheckpointManager):
         return False
 
 
-@contextlib.contextmanager
-def _quiet():
-    """Orbax reports incomplete folders and read-only options as warnings; this file reports them in its own words."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    """Orbax logs incomplete folders, and failures with a traceback for each thread; this file says it in a sentence."""
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+logging.getLogger("absl").addFilter(_not_of_orbax)
 
 
 class Checkpoints:
@@ -69,18 +68,26 @@ class Checkpoints:
         self.allow_cast = config is not None and config.allow_cast
         if config is None and not self.folder.is_dir():
             raise UserError(f"{self.folder}: no such folder of checkpoints")
-        with _quiet():
-            if config is None:
-                options = ocp.CheckpointManagerOptions(read_only=True)
-            else:
-                options = ocp.CheckpointManagerOptions(max_to_keep=config.keep_last, keep_period=config.keep_every)
-            self._manager = _Manager(self.folder, options=options)
+        if config is None:
+            options = ocp.CheckpointManagerOptions(read_only=True)
+        else:
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=config.keep_last,
+                keep_period=config.keep_every,
+                cleanup_tmp_directories=True,  # what killed saves left; each is as large as a checkpoint
+                async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT_S),
+            )
+        self._manager = _Manager(self.folder, options=options)
+        self._saving: int | None = None  # the step whose save is in flight
+        self._bytes = 0  # of its state
 
     def save(self, step: int, state: dict, meta: dict, *, wait: bool = False) -> bool:
         """Start writing `state` as checkpoint `step`; False if it is there already. `wait` returns when it is on disk.
 
         The state may be donated to the next step at once. `meta` is any JSON object; the leaves' description is added.
+        Raises what `check` raises, for this save and for the one before.
         """
+        self._finish()  # before anything of this save: an older checkpoint may go only when the newer one is whole
         flat = flatten(state)
         saved = step not in self._manager.all_steps()
         if saved:
@@ -93,21 +100,54 @@ class Checkpoints:
                 state=ocp.args.PyTreeSave(_nest(flat)),
                 meta=ocp.args.JsonSave({**meta, "format": FORMAT, "step": step, "leaves": leaves}),
             )
-            with _quiet():
+            self._saving, self._bytes = step, sum(leaf.nbytes for leaf in flat.values())
+            with self._told():
                 self._manager.save(step, args=items, force=True)
         if wait:
-            self._manager.wait_until_finished()
+            self._finish()
         return saved
+
+    def check(self) -> None:
+        """Raise if the save in flight has failed; never waits.
+
+        UserError where the system refused (disk full, no right, no answer in time); older checkpoints stay whole.
+        """
+        if self._saving is not None and not self._manager.is_saving_in_progress():
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._saving is not None:
+            with self._told():
+                self._manager.wait_until_finished()
+            self._saving = None
+
+    @contextlib.contextmanager
+    def _told(self):
+        """Turns the failure of a save into a sentence, and takes what was written of it off the disk."""
+        try:
+            yield
+        except Exception as error:
+            step, self._saving = self._saving, None
+            for leftover in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            written = [int(path.name) for path in self.folder.iterdir() if path.name.isdecimal()]
+            good = f"the last good one is of step {max(written)}" if written else "there is none before it"
+            text = f"checkpoint {self.folder / str(step)} could not be written, {good}: {{}}"
+            if (refusal := _refusal(error)) is None:
+                raise RuntimeError(text.format(_first_line(error))) from error
+            free = shutil.disk_usage(self.folder).free
+            need = f"it needs up to {self._bytes:,} bytes, and {free:,} are free in {self.folder}"
+            kind = StuckSave if isinstance(error, TimeoutError) else UserError
+            raise kind(f"{text.format(refusal)} ({need})") from error
 
     def complete_steps(self) -> list[int]:
         """Steps that were written to the end, ascending; no leftovers of killed saves, no bare folders.
 
         As process 0 sees the folder: all processes of a run must choose the same.
         """
-        with _quiet():
-            return distributed.from_first(
-                lambda: sorted(step for step in self._manager.all_steps() if self._is_complete(step))
-            )
+        return distributed.from_first(
+            lambda: sorted(step for step in self._manager.all_steps() if self._is_complete(step))
+        )
 
     def _is_complete(self, step: int) -> bool:
         metadata = self._manager.metadata(step)
@@ -119,8 +159,7 @@ class Checkpoints:
 
         def read():
             try:
-                with _quiet():
-                    return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+                return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
             except Exception as error:
                 text = f"{self.folder / str(step)}: its meta cannot be read: {_first_line(error)}"
                 raise DamagedError(text) from error
@@ -157,9 +196,7 @@ class Checkpoints:
         """
         complete = self.complete_steps()
         if step is not None:
-            if step not in complete:
-                have = ", ".join(map(str, complete)) or "none"
-                raise UserError(f"{self.folder}: has no complete checkpoint of step {step}; complete: {have}")
+            self.require(step)
             try:
                 return self._read(step, target)
             except DamagedError as error:
@@ -181,12 +218,23 @@ class Checkpoints:
         self._move_aside(above=-1)
         return None
 
+    def require(self, step: int) -> None:
+        """Raises UserError when `step` is not there in full."""
+        complete = self.complete_steps()
+        if step not in complete:
+            have = ", ".join(map(str, complete)) or "none"
+            raise UserError(f"{self.folder}: has no complete checkpoint of step {step}; complete: {have}")
+
+    def compare(self, meta: dict, target: dict) -> None:
+        """Raises `Mismatch` when `target` (see `restore`) is not what the checkpoint with this meta holds."""
+        self._compare(meta["leaves"], flatten(target), set(target))
+
     def _read(self, step: int, target: dict) -> Restored:
         started = time.monotonic()
         meta = self.read_meta(step)
         wanted = flatten(target)
         saved = meta["leaves"]
-        self._compare(saved, wanted, set(target))
+        self.compare(meta, target)
         # Read with the saved dtype: Orbax would convert silently.
         exact = {
             path: jax.ShapeDtypeStruct(leaf.shape, saved[path]["dtype"], sharding=leaf.sharding)
@@ -199,8 +247,7 @@ class Checkpoints:
 
         def read():
             try:
-                with _quiet():
-                    return flatten(self._manager.restore(step, args=ocp.args.Composite(state=arguments)).state)
+                return flatten(self._manager.restore(step, args=ocp.args.Composite(state=arguments)).state)
             except Exception as error:
                 raise DamagedError(f"{self.folder / str(step)}: cannot be read: {_first_line(error)}") from error
 
@@ -252,8 +299,10 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for the save in flight and let go of the folder."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            self._finish()
+        finally:
+            self._manager.close()
 
 
 def flatten(tree) -> dict:
@@ -294,6 +343,22 @@ def digest(leaf: jax.Array) -> jax.Array:
 @jax.jit
 def _digests(flat: dict) -> dict:
     return {path: digest(leaf) for path, leaf in flat.items()}
+
+
+def _refusal(error: BaseException | None) -> str | None:
+    """Why the system, not a program, made a save fail: the reason of an OSError or a time-out in the error's chain.
+
+    TensorStore gives the system's error in the text of a ValueError alone: `... [os_error_code='28']`.
+    """
+    while error is not None:
+        if isinstance(error, TimeoutError):
+            return f"it took more than {SAVE_TIMEOUT_S} s"
+        if isinstance(error, OSError) and error.errno is not None:
+            return os.strerror(error.errno)
+        if number := re.search(r"os_error_code='(\d+)'", str(error)):
+            return os.strerror(int(number[1]))
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _first_line(error: Exception) -> str:

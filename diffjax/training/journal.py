@@ -9,6 +9,7 @@ import jax
 
 from diffjax.config import Config
 from diffjax.training import guard
+from diffjax.training.memory import memory_metrics
 from diffjax.training.tracking import Progress, Trackers, is_first_process, plain
 
 SCALARS = ("learning_rate", "grad_norm", "update_norm", "param_norm")
@@ -43,13 +44,14 @@ class Journal:
     def _clear(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}
         self._tokens = self._steps = self._rejected = 0
+        self._waited = 0.0
         self._since = time.monotonic()
 
-    def send(self, step: int, metrics: dict) -> None:
-        """The metrics of batch `step`, just dispatched."""
+    def send(self, step: int, metrics: dict, waited: float) -> None:
+        """The metrics of batch `step`, just dispatched; the loop had waited so many seconds for the batch."""
         if self._since is None:
             self._since = time.monotonic()
-        previous, self._pending = self._pending, (step, metrics)
+        previous, self._pending = self._pending, (step, metrics, waited)
         if previous is not None:
             self._read(*previous)
 
@@ -69,8 +71,9 @@ class Journal:
         if "eval/nelbo_nats_per_token" in named:
             self._progress.held_out(step, named["eval/nelbo_nats_per_token"])
 
-    def _read(self, step: int, metrics: dict) -> None:
+    def _read(self, step: int, metrics: dict, waited: float) -> None:
         metrics = jax.device_get(metrics)
+        self._waited += waited
         self.tokens_seen += int(metrics["tokens"])
         self._tokens += int(metrics["tokens"])
         self._steps += 1
@@ -92,10 +95,12 @@ class Journal:
                 "train/tokens_seen": self.tokens_seen,
                 "train/tokens_per_second": self._tokens / seconds,
                 "train/step_seconds": seconds / self._steps,
+                "train/data_seconds": self._waited / self._steps,
             }
             if self._peak_rows is not None:  # every row costs the same, padding and rejected steps included
                 rows = training.batch_size * self._steps
                 values["train/mfu"] = rows / seconds / self._peak_rows
+            values |= memory_metrics()
             self._log(step, values)
             self._clear()
 

@@ -17,11 +17,14 @@ from diffjax.parallel import mesh as mesh_lib
 from diffjax.parallel.chips import peak_flops
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.journal import Journal
+from diffjax.training.noise_check import check_noise
 from diffjax.training.optimizer import describe as describe_optimizer
-from diffjax.training.start import describe, find_start, stored_meta
+from diffjax.training.profile import Profile
+from diffjax.training.start import check_init_from, describe, find_start, stored_meta
 from diffjax.training.step import compile_step, donated_share, lay_out, make_train_step
 from diffjax.training.stop import StopRequest
 from diffjax.training.tracking import Progress, Trackers, cut_records
+from diffjax.training.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Job:
     identities  {"corpus": text, "tokenizer": text}, compared on resume
     notes       anything else for the checkpoints' meta
     row_flops   FLOPs of training on one row, or None
+    begin       called once the run is known to be able to train, before its first file is written
     """
 
     config: Config
@@ -50,6 +54,7 @@ class Job:
     evaluate: Callable[[dict, Callable[[], bool]], dict | None] = lambda params, should_stop: {}
     notes: dict = field(default_factory=dict)
     row_flops: float | None = None
+    begin: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,10 @@ def fit(job: Job) -> Outcome:
             if meta is not None and meta["step"] >= steps:
                 print(f"already at step {meta['step']} of {steps}; a larger training.steps continues")
                 return Outcome(meta["step"], None, meta["tokens_seen"])
+            if meta is None and config.checkpoint.init_from:
+                check_init_from(config, target, job.identities)
 
+            check_noise(job.draw_noise, job.batch, mesh)
             train_step = make_train_step(config, job.objective, job.draw_noise, mesh, placement["params"], axes)
             print(*describe_optimizer(config.optimizer, abstract["params"], axes), sep="\n")
             step_fn = _compile(train_step, abstract, placement, job, whole)
@@ -95,12 +103,15 @@ def fit(job: Job) -> Outcome:
 def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) -> Outcome:
     config, run_dir = job.config, Path(job.config.run.dir)
     training, steps = config.training, config.training.steps
+    job.begin()
     for name in ("metrics.jsonl", "rejects.jsonl"):
         cut_records(run_dir / name, start.step)
     trackers = Trackers(config, run_dir, config.run.id)
     progress = Progress(steps, start.step)
     leaf_paths = mesh_lib.paths(start.state["params"])
     journal = Journal(config, run_dir, trackers, progress, leaf_paths, start.tokens_seen, _peak_rows(job))
+    profile = Profile(training.profile_steps, run_dir, progress.say)
+    watchdog = Watchdog(training.watchdog_s)
     rows = mesh_lib.batch_sharding(job.mesh)
     about = {**job.notes, **describe(config, job.identities), "config_hash": config_hash(config)}
     state, done = start.state, start.step
@@ -108,12 +119,18 @@ def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) 
 
     def save(wait: bool = False):
         checkpoints.save(done, state, {**about, "tokens_seen": journal.tokens_seen}, wait=wait)
+        watchdog.beat()
+
+    def poll() -> bool:  # between the batches of an evaluation
+        watchdog.beat()
+        return stop.poll()
 
     try:
+        watchdog.start()
         while True:
             if due(done, training.evaluate_every, steps):
                 journal.drain()
-                record = job.evaluate(state.get("ema", state["params"]), stop.poll)
+                record = job.evaluate(state.get("ema", state["params"]), poll)
                 if record is not None:
                     journal.evaluation(done, record)
             if done > 0 and due(done, training.checkpoint_every, steps):
@@ -122,22 +139,31 @@ def _run(job: Job, step_fn, start, checkpoints: Checkpoints, stop: StopRequest) 
             if journal.stuck:
                 journal.drain()
                 save(wait=True)
-                where = run_dir / "rejects.jsonl"
-                raise GuardStop(f"{journal.stuck}. The state of step {done} is saved; see {where}", done)
+                text = f"{journal.stuck}. The state of step {done} is saved; see {run_dir / 'rejects.jsonl'}"
+                raise GuardStop(text, done, journal.tokens_seen)
             if stop.poll():
                 journal.drain()
                 save(wait=True)
-                raise Preempted(f"{stop.reason}: stopped at step {done} of {steps}; the state is saved", done)
+                text = f"{stop.reason}: stopped at step {done} of {steps}; the state is saved"
+                raise Preempted(text, done, journal.tokens_seen)
             if done == steps:
                 break
+            checkpoints.check()
+            profile.before(done, state)
+            asked = time.monotonic()
             batch = mesh_lib.global_batch(partial(job.read_rows, done), training.batch_size, rows)
+            waited = time.monotonic() - asked
             with jax.transfer_guard("disallow"):
                 state, metrics = step_fn(state, batch)
-            journal.send(done, metrics)
+            journal.send(done, metrics, waited)
+            profile.after(done, state)
+            watchdog.beat()
             done += 1
         save(wait=True)
         return Outcome(done, state, journal.tokens_seen)
     finally:
+        watchdog.close()
+        profile.close(done - 1)
         progress.close()
         trackers.close()
 

@@ -1,6 +1,7 @@
 """Where a run starts from: its own folder, another run's checkpoint, or scratch, in this order; and what forbids it."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -72,7 +73,10 @@ def find_start(
     identities: dict,
     say: Callable[[str], None],
 ) -> Start:
-    """The state to train from. `target` is the abstract state with shardings, `identities` {"corpus", "tokenizer"}."""
+    """The state to train from. `target` is the abstract state with shardings, `identities` {"corpus", "tokenizer"}.
+
+    Raises UserError for what `stored_meta` and `check_init_from` did not see yet: numbers that cannot be read.
+    """
     restored = checkpoints.restore(target)
     if restored is not None:
         return Start(_calm(restored.state), restored.step, restored.meta["tokens_seen"], restored.source)
@@ -90,28 +94,47 @@ def _calm(state: dict) -> dict:
     return {**state, "guard": state["guard"]._replace(consecutive=zero)}
 
 
-def _from_other_run(config: Config, denoiser, target, placement, identities, say) -> Start:
+def check_init_from(config: Config, target: dict, identities: dict) -> None:
+    """Raises UserError where `checkpoint.init_from` names no checkpoint, or one that this run cannot start from."""
+    with _other_run(config, target, identities, lambda text: None) as (other, meta, _, wanted):
+        other.compare(meta, wanted)
+
+
+@contextmanager
+def _other_run(
+    config: Config, target: dict, identities: dict, say: Callable[[str], None]
+) -> Iterator[tuple[Checkpoints, dict, int | None, dict]]:
+    """What `checkpoint.init_from` names: (its checkpoints, meta, the step asked for or None, the part to restore)."""
     name, _, step = config.checkpoint.init_from.partition("@")
     if step and not step.isdecimal():
         raise UserError(f"checkpoint.init_from={config.checkpoint.init_from}: expected RUN or RUN@STEP, STEP a number")
-    other = Checkpoints(Path(name) / "checkpoints", report=say)
     number = int(step) if step else None
+    other = Checkpoints(Path(name) / "checkpoints", report=say)
     try:
-        meta = other.read_meta(number) if number in other.complete_steps() else other.newest_meta()
+        if number is not None:
+            other.require(number)
+        meta = other.newest_meta() if number is None else other.read_meta(number)
         if meta is None:
             raise UserError(f"checkpoint.init_from={name}: no complete checkpoint in {other.folder}")
         if config.checkpoint.init_what == "state":
             check_resume(meta, config, identities, name, say)
-            restored = other.restore(target, step=number)
-            return Start(_calm(restored.state), restored.step, restored.meta["tokens_seen"], restored.source)
-        where = f"checkpoint.init_from={name}"
-        check_weights(meta, config, identities["tokenizer"], where, FREE_FOR_OTHER_RUNS)
-        entry = weights_entry(meta)
-        restored = other.restore({entry: target["params"]}, step=number)
+            yield other, meta, number, target
+        else:
+            where = f"checkpoint.init_from={name}"
+            check_weights(meta, config, identities["tokenizer"], where, FREE_FOR_OTHER_RUNS)
+            yield other, meta, number, {weights_entry(meta): target["params"]}
     finally:
         other.close()
+
+
+def _from_other_run(config: Config, denoiser, target, placement, identities, say) -> Start:
+    with _other_run(config, target, identities, say) as (other, _, number, wanted):
+        restored = other.restore(wanted, step=number)
+    if config.checkpoint.init_what == "state":
+        return Start(_calm(restored.state), restored.step, restored.meta["tokens_seen"], restored.source)
     optimizer = make_optimizer(config.optimizer, denoiser.logical_axes())
-    state = init_sharded(lambda params: fresh_state(config, optimizer, params), placement, restored.state[entry])
+    (weights,) = restored.state.values()
+    state = init_sharded(lambda params: fresh_state(config, optimizer, params), placement, weights)
     return Start(state, 0, 0, f"weights of {restored.source}")
 
 

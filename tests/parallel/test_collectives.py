@@ -116,3 +116,17 @@ def test_of_compiled_programs():
     (inside,) = [one for one in compiled(gathered_in_a_loop, kernels) if one.times == 24]
     assert inside.kind == "all-gather"
     assert [array.bytes for array in (*inside.operands, *inside.results)] == [4 * 32 * 4, 32 * 32 * 4]
+
+
+def test_exchanges_by_hand_are_told_apart():
+    """Inside `jax.shard_map` all have one channel."""
+    mesh = make_mesh(MeshConfig(data=1, fsdp=8))
+
+    def exchange(x, y):
+        return [jax.lax.all_gather(array, "fsdp") for array in (x, x + y, y[:1])]
+
+    split, whole = PartitionSpec("fsdp"), PartitionSpec()
+    by_hand = jax.shard_map(exchange, mesh=mesh, in_specs=split, out_specs=whole, check_vma=False)
+    x = jax.ShapeDtypeStruct((16,), jnp.float32)
+    found = collectives(jax.jit(by_hand).lower(x, x).compile().as_text())
+    assert sum(len(one.results) for one in found) == 3 and {one.kind for one in found} == {"all-gather"}

@@ -253,7 +253,7 @@ def test_every_exchange_is_needed(monkeypatch, name, broken):
 def test_only_states_and_a_few_inputs_cross_between_shards(pattern):
     """Read from the compiled program: a Mamba layer gathers one state a shard and passes W-1 inputs on, forward and
     backward; an attention layer gathers keys and values, which shows that a gather of tokens would be seen."""
-    config = model_config(pattern, "bidirectional", "float32")
+    config = model_config(pattern, "bidirectional", "float32", layers=1)
     rows, shards, length = 2, 4, 256
     with jax.set_mesh(make_mesh({"context": shards, "data": 2})):
         denoiser = Denoiser(config, VOCAB)

@@ -1,6 +1,9 @@
 """Checkpoints: bit-exact on any mesh, damage and leftovers never chosen, mismatches named."""
 
+import errno
+import re
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +12,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diffjax.config import CheckpointConfig, MeshConfig
-from diffjax.errors import UserError
+from diffjax.errors import StuckSave, UserError
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints, Mismatch, digest
+from diffjax.training.memory import memory_metrics
 
 
 def on(devices: int):
@@ -237,3 +241,80 @@ def test_part_of_a_state_and_one_given_step(tmp_path):
         store.restore(abstract(make_state()), step=25)
     with pytest.raises(UserError, match="no such folder"):
         Checkpoints(tmp_path / "nowhere")
+
+
+def fail_writing(monkeypatch, error):
+    """Every array that is written from here on fails so, in Orbax's own threads."""
+
+    async def write(*args, **keywords):
+        raise error
+
+    monkeypatch.setattr("orbax.checkpoint._src.serialization.serialization.async_serialize_from_host", write)
+
+
+def until_over(store):
+    while store._manager.is_saving_in_progress():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "error, kind, reason",
+    [
+        (ValueError("RESOURCE_EXHAUSTED: ... [os_error_code='28']"), UserError, "No space left on device"),
+        (OSError(errno.EROFS, "x"), UserError, "Read-only file system"),
+        (TimeoutError("slow"), StuckSave, "it took more than 1200 s"),
+        (ZeroDivisionError("a bug"), RuntimeError, "ZeroDivisionError: a bug"),
+    ],
+)
+def test_a_failed_save_is_told_at_the_next_look_and_costs_no_older(tmp_path, monkeypatch, caplog, error, kind, reason):
+    folder = tmp_path / "c"
+    store = Checkpoints(folder, CheckpointConfig(keep_last=1))
+    store.save(1, make_state(1), {}, wait=True)
+    store.check()
+    fail_writing(monkeypatch, error)
+    store.save(2, make_state(2), {})
+    until_over(store)
+    with pytest.raises(kind) as told:
+        store.check()
+    text = str(told.value)
+    assert text.startswith(f"checkpoint {folder / '2'} could not be written, the last good one is of step 1: {reason}")
+    room = f"it needs up to [0-9,]+ bytes, and [0-9,]+ are free in {folder}"
+    assert kind is RuntimeError or re.search(room, text)
+    assert type(told.value) is kind
+    store.check()  # once told, it is over
+    store.close()
+    assert [path.name for path in folder.iterdir()] == ["1"]
+    assert_same(Checkpoints(folder).restore(abstract(make_state())).state, make_state(1))
+    assert not caplog.records  # nor does Orbax say it in its own way, once for each thread
+
+
+@pytest.mark.parametrize("look", [lambda store: store.save(3, make_state(3), {}), Checkpoints.close])
+def test_a_failed_save_is_told_by_the_next_save_and_by_closing(tmp_path, monkeypatch, look):
+    store = Checkpoints(tmp_path / "c", CheckpointConfig())
+    fail_writing(monkeypatch, OSError(errno.ENOSPC, "x"))
+    store.save(2, make_state(2), {})
+    with pytest.raises(UserError, match=r"2 could not be written, there is none before it: No space left on device"):
+        look(store)
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path):
+    fill(tmp_path / "c", (1,))
+    (tmp_path / "c" / "5.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    Checkpoints(tmp_path / "c").close()  # reading changes nothing
+    assert (tmp_path / "c" / "5.orbax-checkpoint-tmp").exists()
+    fill(tmp_path / "c", (2,))
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["1", "2"]
+
+
+def test_host_memory_does_not_grow_with_saves(tmp_path):
+    """A leak of the copy that a save makes would be 8 MiB a save."""
+    store = Checkpoints(tmp_path / "c", CheckpointConfig(keep_last=2))
+    resident, add = [], jax.jit(lambda x: x + 1, donate_argnums=0)
+    array = jnp.zeros((2**21,), jnp.float32)
+    for step in range(30):
+        array = add(array)
+        store.save(step, {"params": {"w": array}}, {})
+        resident.append(memory_metrics()["memory/host_bytes"])
+    store.close()
+    slope = np.polyfit(np.arange(20), np.array(resident[10:]) / 2**20, 1)[0]
+    assert slope < 1, resident

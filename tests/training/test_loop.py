@@ -1,8 +1,11 @@
 """The loop on a toy model: exact resume, being stopped, giving up, and what a run folder holds."""
 
 import dataclasses
+import errno
 import os
+import resource
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -241,6 +244,111 @@ def test_reading_errors_surface_at_their_step(tmp_path):
     with pytest.raises(OSError, match="shard 3 is gone"):
         fit(make_job(make_config(tmp_path), read_rows=read))
     assert Checkpoints(tmp_path / "checkpoints").complete_steps() == [4]
+
+
+def test_metrics_of_the_machine_and_of_the_wait_for_data(tmp_path, monkeypatch):
+    """The wait stands at the step that waited."""
+
+    def read(step, numbers):
+        time.sleep(0.5 if step == 5 else 0)
+        return read_rows(step, numbers)
+
+    class Device:
+        def memory_stats(self):
+            return {"bytes_in_use": 3, "peak_bytes_in_use": 4}
+
+    job = make_job(make_config(tmp_path), read_rows=read)
+    monkeypatch.setattr("jax.local_devices", lambda: [Device()])
+    fit(job)
+    waited = by_step(tmp_path, "train/data_seconds")
+    assert sorted(waited) == list(range(8)) and max(waited, key=waited.get) == 5 and waited[5] >= 0.5
+    assert set(by_step(tmp_path, "memory/device_bytes").values()) == {3}
+    assert set(by_step(tmp_path, "memory/device_peak_bytes").values()) == {4}
+    assert min(by_step(tmp_path, "memory/host_bytes").values()) > 2**20
+
+
+def test_profiled_steps(tmp_path, capsys):
+    fit(make_job(make_config(tmp_path, training__profile_steps=(2, 3))))
+    assert f"steps 2 to 3 are traced in {tmp_path / 'profile'}" in capsys.readouterr().out
+    assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
+
+
+def test_a_failed_save_stops_the_run_at_the_next_step(tmp_path, monkeypatch):
+    """The save of step 4 fails while step 4 is under way; the run does not wait for the save of step 8 to tell."""
+    saving, steps = [], []
+    real_save = Checkpoints.save
+
+    async def write(*args, **keywords):
+        raise OSError(errno.ENOSPC, "x")
+
+    def save(store, step, *args, **keywords):
+        if step == 4:
+            monkeypatch.setattr("orbax.checkpoint._src.serialization.serialization.async_serialize_from_host", write)
+        saving.append(store)
+        return real_save(store, step, *args, **keywords)
+
+    def read(step, numbers):
+        steps.append(step)
+        while step == 4 and saving[-1]._manager.is_saving_in_progress():
+            time.sleep(0.01)
+        return read_rows(step, numbers)
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    with pytest.raises(UserError, match="checkpoints/4 could not be written, the last good one is of step 2: No space"):
+        fit(make_job(make_config(tmp_path, training__checkpoint_every=2), read_rows=read))
+    assert max(steps) == 4
+    monkeypatch.undo()
+    assert Checkpoints(tmp_path / "checkpoints").complete_steps() == [2]
+    assert fit(make_job(make_config(tmp_path, training__checkpoint_every=2))).step == 8
+
+
+def test_a_save_that_runs_into_a_limit_of_the_system(tmp_path):
+    """A true refusal: no file may grow beyond a limit that the metrics keep and a checkpoint does not."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def read(step, numbers):
+        if step == 3:
+            while not (tmp_path / "checkpoints" / "2").exists():
+                time.sleep(0.01)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, before[1]))
+        return read_rows(step, numbers)
+
+    config = make_config(tmp_path, training__checkpoint_every=2, training__log_every=8)
+    try:
+        with pytest.raises(UserError, match=r"checkpoints/4 could not be written, .* of step 2: File too large"):
+            fit(make_job(config, read_rows=read))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
+    assert fit(make_job(config)).step == 8
+
+
+def test_what_a_run_cannot_start_from_is_told_before_anything_is_compiled(straight, tmp_path, monkeypatch):
+    folder, _, _ = straight
+
+    class Wider(ToyDenoiser):
+        def init(self, key):
+            return {**super().init(key), "norm": {"scale": jnp.ones((9,))}}
+
+    def compiles(*args):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("diffjax.training.loop.compile_step", compiles)
+
+    def start(message, init_from=str(folder), **changes):
+        config = make_config(tmp_path, checkpoint__init_from=init_from, training__ema=0.9, **changes)
+        denoiser = Wider() if "scale" in message else ToyDenoiser()
+        with pytest.raises(UserError, match=message):
+            fit(make_job(config, denoiser=denoiser))
+
+    start("nowhere/checkpoints: no such folder", str(tmp_path / "nowhere"))
+    start("expected RUN or RUN@STEP", f"{folder}@last")
+    start("has no complete checkpoint of step 5", f"{folder}@5")
+    start("model.prefix: bidirectional -> causal", model__prefix="causal")
+    start("run.seed: 0 -> 1", run__seed=1, checkpoint__init_what="state")
+    start(r"norm/scale: checkpoint \[16\], config \[9\]")
+    with pytest.raises(AssertionError, match="compiled"):  # what it can start from
+        fit(make_job(make_config(tmp_path, checkpoint__init_from=f"{folder}@4", training__ema=0.9)))
 
 
 def test_a_batch_that_does_not_split_is_refused(tmp_path):

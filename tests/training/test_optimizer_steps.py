@@ -78,9 +78,7 @@ def test_t13_a_mesh_changes_nothing(one):
     for got, expected in zip(metrics, reference, strict=True):
         for key in ("loss", "grad_norm", "update_norm"):
             np.testing.assert_allclose(got[key], expected[key], rtol=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), state["params"], want["params"]
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), state["params"], want["params"])
 
 
 def test_a_rejected_step_leaves_the_state_as_it_was(one):
