@@ -69,14 +69,15 @@ class Kernel(NamedTuple):
 
 
 def shapes(folder: Path) -> list[Shape]:
-    """Of every config in `folder`, each once, and of the Mamba-2 heads that published models have."""
+    """Of every config in `folder` and of the Mamba-2 heads that published models have. A schedule is that of one step
+    of the grid: shapes that differ in rows and length alone, and so in the number of steps, count as one."""
     from diffjax import load_config
 
     found = {}
     for path in sorted(folder.glob("*.yaml")):
         config = load_config(path)
         for shape in _shapes_of(path.name, config):
-            found.setdefault(shape._replace(name=""), shape)
+            found.setdefault(shape._replace(name="", rows=0, length=0), shape)
     wide = Shape("wide heads", "mamba", 8, 2048, 32, 24, 64, 128, 0, False, "bfloat16")
     return [*found.values(), wide]
 

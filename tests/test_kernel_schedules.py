@@ -75,6 +75,27 @@ def test_every_config_has_its_shapes_and_a_record():
     assert set(programs) == set(check_kernels.program_names(check_kernels.TOPOLOGIES, shapes))
 
 
+def spilling(programs):
+    """The programs with an SSD kernel of ours that computes in bfloat16, forward, and spills registers."""
+    return [
+        program
+        for program, kernels in programs.items()
+        if " mamba: " in program and " bfloat16, " in program and isinstance(kernels, dict)
+        for name, kernel in kernels.items()
+        if name.endswith("_forward") and kernel["spills"] + kernel["fills"]
+    ]
+
+
+def test_no_forward_kernel_of_ssd_spills_in_bfloat16():
+    programs = json.loads(check_kernels.RECORD.read_text())["programs"]
+    assert not spilling(programs)
+    checked = [name for name in programs if " mamba: " in name and " bfloat16, " in name]
+    assert len(checked) >= 2 * len(check_kernels.TOPOLOGIES) * len(check_kernels.OPERATIONS["mamba"])
+    kernel = programs[checked[0]]
+    worse = {name: schedule | {"spills": 1} for name, schedule in kernel.items()}
+    assert spilling({checked[0]: worse}) == [checked[0]]
+
+
 def test_schedules_of_the_smallest_shape_are_as_recorded():
     record = json.loads(check_kernels.RECORD.read_text())
     for package in ("jax", "libtpu"):

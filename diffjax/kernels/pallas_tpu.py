@@ -26,6 +26,9 @@ SMALLEST_VMEM = 16 * 2**20  # what v5e grants without being asked
 # instead of 16 a head takes a quarter fewer cycles forward (P 32, N 64). Fewer compile faster and need less VMEM.
 TILES = {(32, 64): 40, (64, 64): 24, (64, 128): 24}
 DEFAULT_TILE = 8
+# Most numbers in u and M of a group of heads in `Call.for_heads`, by dtype: with more, registers run out. Products in
+# float32 take their factors apart, and run out of them anyway.
+HELD = {"bfloat16": 5 * 2**16, "float32": 5 * 2**13}
 TOKENS = ("channels", "heads", "heads", "count")  # what `Call.tokens` gives, in names of `Call.block`
 
 
@@ -157,8 +160,8 @@ class Call(NamedTuple):
             "last state": ((None, None, rows, N), (B, C + 1, G * rows, N), f32, lambda b, h, c, s: (b, C, h, 0)),
         }[name]
 
-    def temporary(self, name: str) -> tuple[tuple[int, int], object]:
-        """(shape, dtype) of an array of VMEM that is no block."""
+    def temporary(self, name: str) -> tuple[tuple[int, ...], object]:
+        """(shape, dtype) of an array of VMEM that is no block. u and M are of the heads of a group in `for_heads`."""
         rows = self.tile * self.P
         return {
             "state": ((rows, self.N), jnp.float32),
@@ -167,6 +170,8 @@ class Call(NamedTuple):
             "heads": ((self.tile, self.chunk), jnp.float32),
             "kept": ((self.tile, self.N), jnp.float32),
             "pairs": ((self.chunk, self.chunk), jnp.float32),
+            "u": ((self.group, self.P, 2 * self.chunk), self.dtype),
+            "M": ((self.group, 2 * self.chunk, self.chunk), self.dtype),
         }[name]
 
     def elements(self, name: str) -> int:
@@ -182,25 +187,40 @@ class Call(NamedTuple):
         """Of the stacked channels of a step."""
         return slice(head * self.P, (head + 1) * self.P)
 
-    def for_heads(self, body: Callable, looped: bool = True) -> None:
-        """body(row, rows) for every head of a step: where it is in "heads" and in stacked channels.
+    @property
+    def group(self) -> int:
+        """Heads of which `for_heads` holds the factors of products: at most half of a step's."""
+        of_head = 2 * self.chunk * (self.P + self.chunk)
+        most = max(1, min(HELD[self.dtype.name] // of_head, self.tile // 2))
+        return next(size for size in range(most, 0, -1) if self.tile % size == 0)
 
-        As a loop over two halves: the compiler starts heads early and keeps in registers what they wait for, and with
-        more heads to choose from it runs out of them. Smaller parts wait longer for their own results. Not as a loop
-        for more lanes than a tile's: there a load from a row known at run time has no lowering.
+    def for_heads(self, prepare: Callable, finish: Callable, looped: bool = True) -> None:
+        """prepare(slot, row, rows), then finish(slot, row, rows) for every head of a step: `prepare` leaves what
+        `finish` multiplies in `slot` of scratch, row and rows are where the head is in "heads" and in stacked channels.
+
+        As a loop over groups of heads that finishes the last group and prepares the next one: left to itself, the
+        compiler starts many heads early, keeps in registers what they wait for and runs out of them. The first time
+        around there is no last group: what it stores is stored anew. Not as a loop for more lanes than a tile's: there
+        a load from a row known at run time has no lowering.
         """
-        heads = self.tile // 2
+        size, groups = self.group, self.tile // self.group
         if not looped or self.chunk > LANES:
             for head in range(self.tile):
-                body(slice(head, head + 1), self.rows_of(head))
+                for part in (prepare, finish):
+                    part(head % size, slice(head, head + 1), self.rows_of(head))
             return
 
-        def half(step, _):
-            for head in range(heads):
-                rows = pl.ds(pl.multiple_of(step * heads * self.P, SUBLANES) + head * self.P, self.P)
-                body(pl.ds(step * heads + head, 1), rows)
+        def of_group(part, group):
+            for slot in range(size):
+                rows = pl.ds(pl.multiple_of(group * size * self.P, SUBLANES) + slot * self.P, self.P)
+                part(slot, pl.ds(group * size + slot, 1), rows)
 
-        jax.lax.fori_loop(0, 2, half, None)
+        def step(group, _):
+            of_group(finish, jnp.maximum(group - 1, 0))
+            of_group(prepare, group)
+
+        jax.lax.fori_loop(0, groups, step, None)
+        of_group(finish, groups - 1)
 
     def channels(self, array: Array) -> Array:
         """[B, T, H, P] -> [B, H' P, T] in the compute dtype."""

@@ -48,9 +48,9 @@ FORWARD = {
     True: (
         (*TOKENS, "tokens", "lanes", "state"),
         ("channels", "states"),
-        ("heads", "heads", "kept", "products", "state", "pairs", "pairs"),
+        ("heads", "heads", "kept", "products", "state", "pairs", "pairs", "u", "M"),
     ),
-    False: ((*TOKENS, "tokens", "lanes"), ("channels",), ("pairs", "pairs")),
+    False: ((*TOKENS, "tokens", "lanes"), ("channels",), ("pairs", "pairs", "u", "M")),
 }
 BACKWARD = {
     True: (
@@ -95,7 +95,7 @@ def refusal(
         tokens = length * (LARGEST_OPERAND - 1) // largest // chunk * chunk
         nearest = f"{rows} rows" if rows else f"{tokens} tokens"
         return f"takes operands of fewer than 2**31 elements, not of {largest}: use at most {nearest} a call"
-    strips = strip_scratch(chunk, STRIP, reverse=True)
+    strips = strip_scratch(chunk, STRIP)
     needed = max(
         call.vmem((*inputs, *outputs), (*held, *strips)) for inputs, outputs, held in (FORWARD[True], BACKWARD[True])
     )
@@ -151,7 +151,7 @@ def _forward(call: Call, reverse: bool, carried: bool):
         "ssd_scan_forward" if carried else "ssd_blocks_forward",
         inputs,
         outputs,
-        (*temporaries, *strip_scratch(call.chunk, STRIP, reverse)),
+        (*temporaries, *strip_scratch(call.chunk, STRIP)),
         semantics=IN_ORDER if carried else ANY_ORDER,
         steps=call.chunks + carried,
         memory=lambda step: last - at_end(step) if reverse else at_end(step),
@@ -199,11 +199,12 @@ def _forward_kernel(call: Call, reverse: bool, carried: bool, x, dt, cum, count,
         states[...] = state[...]
 
 
-def _forward_chunk(call: Call, reverse: bool, x, dt, cum, count, Bm, Cm, y, carried, scores, scores_own, weight, *far):
+def _forward_chunk(call: Call, reverse: bool, x, dt, cum, count, Bm, Cm, y, carried, *scratch):
     """Rows kept in scratch are spread over sublanes as they are loaded. What the state gives to y and takes from u are
     products of all heads, before and after the loop over heads: in it they would wait in registers."""
+    scores, scores_own, u, M, weight, *far = scratch
     strips = Strips.of(call, STRIP, cum, cum, cum, weight, far, reverse)
-    own_strip, read = slice(0, strips.height), strips.read
+    own_strip = slice(0, strips.height)
     all_scores = jnp.where(visible(count[...], reverse), dot(Bm[...], Cm[...]), 0)  # [j, i]
     scores_own[own_strip] = strips.folded(all_scores)
     scores[...] = jnp.where(strips.same, 0, all_scores)
@@ -217,21 +218,24 @@ def _forward_chunk(call: Call, reverse: bool, x, dt, cum, count, Bm, Cm, y, carr
             rows = call.rows_of(h)
             state_Cm[rows] = reading[h : h + 1] * of_state[rows]
 
-    def head(row, rows):
+    def prepare(slot, row, rows):
         x_h = x[rows].astype(jnp.float32)
-        u = jnp.concatenate([x_h * dt[row], x_h[:, :read] * weight[row, :read]], axis=1).astype(call.dtype)
-        M = strips.spread(strips.own(row) * scores_own[own_strip]) + strips.times_far(row, scores)
-        y_h = dot(u, jnp.concatenate(M, axis=0).astype(call.dtype))
+        u[slot] = jnp.concatenate([x_h * dt[row], x_h * weight[row]], axis=1).astype(call.dtype)
+        M_h = strips.spread(strips.own(row) * scores_own[own_strip]) + strips.times_far(row, scores)
+        M[slot] = jnp.concatenate(M_h, axis=0).astype(call.dtype)
+
+    def finish(slot, row, rows):
+        y_h = dot(u[slot], M[slot])
         if carried:
             y_h += state_Cm[rows]
             states[rows] = state[rows]
         y[rows] = y_h.astype(call.dtype)
 
-    call.for_heads(head)
+    call.for_heads(prepare, finish)
     if carried:
         heads = range(call.tile)
-        u = [x[call.rows_of(h)].astype(jnp.float32) * to_the_end[h : h + 1] for h in heads]
-        gained = dot(jnp.concatenate(u, axis=0).astype(call.dtype), Bm[...])
+        u_at_end = [x[call.rows_of(h)].astype(jnp.float32) * to_the_end[h : h + 1] for h in heads]
+        gained = dot(jnp.concatenate(u_at_end, axis=0).astype(call.dtype), Bm[...])
         for h in heads:
             rows = call.rows_of(h)
             state[rows] = kept[h : h + 1] * state[rows] + gained[rows]

@@ -32,7 +32,7 @@ GRADIENTS = ("channels", "heads", "heads", "partial")  # of x, dt, cum, Bm
 FORWARD = (
     (*TOKENS, "tokens", *TOKENS, "tokens", "heads", "lanes", "states"),
     ("channels",),
-    ("pairs", "pairs", "heads", "products"),
+    ("pairs", "pairs", "heads", "products", "u", "M"),
 )
 BACKWARD = (
     (*TOKENS, "lanes", *TOKENS, "lanes", "heads", "tokens", "lanes", "states", "channels"),
@@ -81,7 +81,7 @@ def frontiers_backward(
         "ssd_frontiers_backward",
         inputs,
         outputs,
-        (*temporaries, *strip_scratch(chunk, block_size)),
+        (*temporaries, *strip_scratch(chunk, block_size, every=False)),
         semantics=("parallel", "parallel", "arbitrary"),
         steps=call.chunks + 1,
         memory=lambda step: jnp.minimum(step, last),
@@ -106,12 +106,13 @@ def _forward_kernel(call: Call, block_size: int, *refs):
     """x, y [h P, Q]; dt, cum, reach [h, Q]; counts [1, Q]; Bm [Q, N]; Cm [N, Q]; states [h P, N]. Rows kept in scratch
     are spread over sublanes as they are loaded."""
     x_own, dt_own, cum_own, count_own, Bm_own, x, dt, cum, count, Bm, reach, Cm, state, y, *scratch = refs
-    scores, scores_own, reading, state_Cm, weight, *far = scratch
-    of_clean, of_own, of_itself = _masks(call, block_size, count_own[...], count[...])
+    scores, scores_own, reading, state_Cm, u, M, weight, *far = scratch
     strips = Strips.of(call, block_size, cum, cum_own, reach, weight, far)
-    scores[...] = jnp.where(of_clean, dot(Bm[...], Cm[...]), 0)  # [j, i]
-    own_strip, read = slice(0, strips.height), strips.read
-    scores_own[own_strip] = strips.folded(jnp.where(of_own | of_itself, dot(Bm_own[...], Cm[...]), 0))
+    own_strip = slice(0, strips.height)
+    of_clean = _of_clean(strips, count_own[...], count[...])
+    for k, strip in enumerate(strips.cut(dot(Bm[...], Cm[...]))):  # [j, i]
+        scores[k * strips.height : (k + 1) * strips.height] = jnp.where(of_clean[k], strip, 0)
+    scores_own[own_strip] = jnp.where(_of_own(strips, block_size), strips.folded(dot(Bm_own[...], Cm[...])), 0)
     weight[...] *= dt[...]
     reading[...] = _reading(reach[...], count_own[...])
     of_state = dot(state[...].astype(call.dtype), Cm[...])
@@ -119,14 +120,16 @@ def _forward_kernel(call: Call, block_size: int, *refs):
         rows = call.rows_of(h)
         state_Cm[rows] = reading[h : h + 1] * of_state[rows]
 
-    def head(row, rows):
-        x_read = x[rows, :read].astype(jnp.float32) * weight[row, :read]
-        u = jnp.concatenate([x_own[rows].astype(jnp.float32) * dt_own[row], x_read], axis=1).astype(call.dtype)
-        M = strips.spread(strips.own(row) * scores_own[own_strip]) + strips.times_far(row, scores)
-        y_h = dot(u, jnp.concatenate(M, axis=0).astype(call.dtype)) + state_Cm[rows]
-        y[rows] = y_h.astype(call.dtype)
+    def prepare(slot, row, rows):
+        u_own, u_read = x_own[rows].astype(jnp.float32) * dt_own[row], x[rows].astype(jnp.float32) * weight[row]
+        u[slot] = jnp.concatenate([u_own, u_read], axis=1).astype(call.dtype)
+        M_h = strips.spread(strips.own(row) * scores_own[own_strip]) + strips.times_far(row, scores)
+        M[slot] = jnp.concatenate(M_h, axis=0).astype(call.dtype)
 
-    call.for_heads(head, looped=bool(far))
+    def finish(slot, row, rows):
+        y[rows] = (dot(u[slot], M[slot]) + state_Cm[rows]).astype(call.dtype)
+
+    call.for_heads(prepare, finish, looped=bool(far))
 
 
 def _backward_kernel(call: Call, block_size: int, *refs):
@@ -191,6 +194,23 @@ def _backward_chunk(call: Call, block_size: int, *refs):
     d_Cm[...] = dot(Bm[...], d_scores) + dot(Bm_own[...], d_scores_own)
     d_Cm[...] += dot(state[...].astype(call.dtype), dy_read[...], FIRST)
     d_state[...] = dot(dy_read[...], Cm[...])
+
+
+def _of_clean(strips: Strips, count_own: Array, count: Array) -> list[Array]:
+    """For each strip, whether token i reads the clean j of it: [1 or height, Q]."""
+    count_own, count = count_own.astype(jnp.float32), count.astype(jnp.float32)
+    if strips.far:  # a strip is a block, of one document
+        of_j = [count[:, start : start + 1] for start in range(0, strips.chunk, strips.height)]
+    else:
+        of_j = strips.cut(column(count))
+    return [later & (one == count_own) for later, one in zip(strips.later, of_j, strict=True)]
+
+
+def _of_own(strips: Strips, block_size: int) -> Array:
+    """Whether token i reads the own j of its strip: [height, Q]."""
+    j, i = (jax.lax.broadcasted_iota(jnp.int32, (strips.height, strips.chunk), axis) for axis in (0, 1))
+    i, shift = i & (strips.height - 1), block_size.bit_length() - 1
+    return (j <= i) & ((j >> shift) == (i >> shift))
 
 
 def _masks(call: Call, block_size: int, count_own: Array, count: Array) -> tuple[Array, Array, Array]:

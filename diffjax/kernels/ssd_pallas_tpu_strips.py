@@ -22,10 +22,12 @@ from jax import Array
 from diffjax.kernels.pallas_tpu import LANES, SUBLANES, Call, decay
 
 
-def strip_scratch(chunk: int, block_size: int, reverse: bool = False) -> tuple[str, ...]:
-    """What `Strips.of` fills, in names of `Call.temporary`: `near`, then `far` of every strip but the last, which no
-    later token reads. In reverse that is the first one, and has a `far`: lanes need not move then."""
-    return ("heads",) * (1 if block_size < SUBLANES else max(chunk // block_size, 2) + reverse)
+def strip_scratch(chunk: int, block_size: int, every: bool = True) -> tuple[str, ...]:
+    """What `Strips.of` fills, in names of `Call.temporary`: `near`, then `far` of every strip. No later token reads the
+    last strip (the first one in reverse), and without `every` the last has no `far`, unless it is the only one: then
+    products are shorter, but rows of u do not fill whole tiles."""
+    strips = chunk // block_size
+    return ("heads",) * (1 if block_size < SUBLANES else 1 + (strips if every else max(strips - 1, 1)))
 
 
 class Strips(NamedTuple):
@@ -33,7 +35,7 @@ class Strips(NamedTuple):
 
     chunk: int
     height: int
-    read: int  # tokens of the strips that later ones read, the chunk's first
+    read: int  # tokens of the strips with a `far`, the chunk's first
     later: list[Array]  # for each strip, whether i is of a later block than j: [1 or height, Q]
     far: list  # refs [h, Q]; none where blocks share strips
     columns: Array | None  # there: cum as [Q, h]
@@ -105,7 +107,7 @@ class Strips(NamedTuple):
         return jnp.concatenate([jnp.concatenate(line, axis=1) for line in tiles], axis=0)
 
     def times_far(self, row, pairs: Array) -> list[Array]:
-        """The strips that later ones read, of pairs [Q, Q]."""
+        """The strips with a `far`, of pairs [Q, Q]."""
         return [strip * self.far_of(row, k) for k, strip in enumerate(self.cut(pairs[: self.read]))]
 
     def times_either(self, row, own: Array, pairs: Array) -> Array:
