@@ -168,16 +168,22 @@ CASES = [
 ] + [("M", "causal", "all", "context 4 x data 2"), ("M", "bidirectional", 1, "context 2 x fsdp 2 x tensor 2")]
 
 
+QUICK = ("M", "causal", "all", "context 2"), ("M", "bidirectional", 1, "context 2 x fsdp 2 x tensor 2")
+CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in dict.fromkeys(CASES)]
+
+
 @pytest.mark.parametrize(("pattern", "prefix", "frontiers", "mesh"), CASES)
 def test_loss_and_gradients_are_those_of_one_device(pattern, prefix, frontiers, mesh):
     assert_close(outcome(pattern, prefix, frontiers, mesh), outcome(pattern, prefix, frontiers), 1e-10)
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_in_float32():
     arguments = ("M", "causal", "all")
     assert_close(outcome(*arguments, "context 2", dtype="float32"), outcome(*arguments), 1e-5)
 
 
+@pytest.mark.slow
 def test_a_train_step_gives_the_parameters_of_one_device():
     """Batch and microbatches split over tokens too, the step compiled with their shardings."""
 
@@ -249,7 +255,7 @@ def test_every_exchange_is_needed(monkeypatch, name, broken):
     assert difference[:own].max() < 1e-10 and difference[own:].max() > 1e-3
 
 
-@pytest.mark.parametrize("pattern", ["M", "A"])
+@pytest.mark.parametrize("pattern", ["M", pytest.param("A", marks=pytest.mark.slow)])
 def test_only_states_and_a_few_inputs_cross_between_shards(pattern):
     """Read from the compiled program: a Mamba layer gathers one state a shard and passes W-1 inputs on, forward and
     backward; an attention layer gathers keys and values, which shows that a gather of tokens would be seen."""

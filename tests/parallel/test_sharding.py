@@ -135,6 +135,8 @@ CASES = [
     ("AMMMMM", "causal", "fsdp 8"),
     ("AMMMMM", "bidirectional", "data 2 x fsdp 2 x tensor 2"),
 ]
+QUICK = ("M", "causal", "data 2 x fsdp 2 x tensor 2")
+CASES = [case if case == QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
 @pytest.mark.parametrize(("pattern", "prefix", "mesh"), CASES)
@@ -144,6 +146,7 @@ def test_the_train_step_is_that_of_one_device(pattern, prefix, mesh):
     assert split.donated >= 0.95
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_other_noise():
     """And what it compares is not zero."""
     one, other = outcome("A", "bidirectional"), outcome("A", "bidirectional", seed=1)
@@ -160,7 +163,7 @@ def carries_rows(one: Collective) -> bool:
     return any(math.prod(array.shape) & (math.prod(array.shape) - 1) for array in floats)
 
 
-@pytest.mark.parametrize(("pattern", "prefix", "mesh"), [case for case in CASES if "M" in case[0]])
+@pytest.mark.parametrize(("pattern", "prefix", "mesh"), [case for case in CASES if "M" in getattr(case, "values", case)[0]])
 def test_no_activations_are_gathered(pattern, prefix, mesh):
     """All-gathers carry parameters and token ids. Rows of activations move only where the embedding exchanges parts
     of the width for rows, and where the padded vocabulary is cut."""
@@ -175,6 +178,7 @@ def test_no_activations_are_gathered(pattern, prefix, mesh):
     assert bool(gathered) == ("fsdp" in mesh)  # parameters, in every layer
 
 
+@pytest.mark.slow
 def test_logits_are_not_gathered():
     """The softmax over a split vocabulary sends a maximum, a sum and the target's logit for each token."""
     tokens = ROWS // 2 * LENGTH
