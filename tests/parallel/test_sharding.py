@@ -163,7 +163,9 @@ def carries_rows(one: Collective) -> bool:
     return any(math.prod(array.shape) & (math.prod(array.shape) - 1) for array in floats)
 
 
-@pytest.mark.parametrize(("pattern", "prefix", "mesh"), [case for case in CASES if "M" in getattr(case, "values", case)[0]])
+@pytest.mark.parametrize(
+    ("pattern", "prefix", "mesh"), [case for case in CASES if "M" in getattr(case, "values", case)[0]]
+)
 def test_no_activations_are_gathered(pattern, prefix, mesh):
     """All-gathers carry parameters and token ids. Rows of activations move only where the embedding exchanges parts
     of the width for rows, and where the padded vocabulary is cut."""
