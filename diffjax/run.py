@@ -361,7 +361,10 @@ def _print_end(config: Config, summary: dict, text: str, command: str | None) ->
 
 @contextlib.contextmanager
 def _folder(run_dir: Path) -> Iterator[None]:
-    """Make the run folder; leave none behind where nothing was begun in it."""
+    """Make the run folder; leave none behind where nothing was begun in it.
+
+    With several processes it stays: their launcher reads how the start ended from last_exit.json.
+    """
     try:
         made = not run_dir.exists()
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -371,7 +374,8 @@ def _folder(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         untouched = {path.name for path in run_dir.iterdir()} <= {".lock", LAST_EXIT, "checkpoints", "compile_cache"}
-        if made and untouched and not any(run_dir.glob("checkpoints/*")):
+        alone = distributed.process_count() == 1
+        if made and alone and untouched and not any(run_dir.glob("checkpoints/*")):
             shutil.rmtree(run_dir)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 from diffjax.errors import UnsupportedKernel, UserError
 from diffjax.kernels import dispatch, ssd_scan
@@ -102,3 +102,43 @@ def test_a_scan_is_refused_in_one_sentence():
     x, Bm = jnp.zeros((1, 128, 2, 32)), jnp.zeros((1, 128, 2, 16))
     with pytest.raises(UnsupportedKernel, match=r"pallas_tpu cannot run ssd scan .* takes one group"):
         ssd_scan(x, jnp.zeros((1, 128, 2)), -jnp.ones(2), Bm, Bm, block_size=16, backend="pallas_tpu")
+
+
+@pytest.mark.parametrize(("devices", "backend"), [(64, "pallas_tpu"), (1, "xla")])
+def test_a_kernel_is_refused_by_the_size_of_one_device_s_part(devices, backend):
+    """64 rows of 16,384 tokens are 2.7e9 numbers, too many for a kernel's index arithmetic; a row of them is not."""
+    dispatch.forget()
+    device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((devices,), ("fsdp",), (AxisType.Auto,), abstract_device=device)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 16384, 80, 32), (64, 16384, 1, 64))]
+    dt, A = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 16384, 80), (80,)))
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(lambda x, dt, A, Bm: ssd_scan(x, dt, A, Bm, Bm, block_size=32)[0], arrays[0], dt, A, arrays[1])
+    (decision,) = dispatch.decisions.values()
+    assert decision.startswith(backend)
+
+
+def test_inside_a_region_of_one_axis_kernels_run_on_the_others():
+    """Of 4 shards of tokens taken by hand, each splits its rows and heads over the rest of the mesh."""
+    splits = (Split(0, 2), Split(0)), (Split(0, 2), Split(0, None, True))
+    x, shared = np.arange(16.0).reshape(2, 4, 2), np.ones((2, 1))
+    seen = []
+
+    class Shapes:
+        @staticmethod
+        def double(x, shared):
+            seen.append(x.shape)
+            return 2 * x, jnp.sum(x, axis=2) * shared
+
+    choice = Choice("cpu", (("default", "pallas_tpu"),))
+    names = ("data", "context", "tensor")
+    mesh = jax.make_mesh((2, 2, 2), names, axis_types=(AxisType.Auto,) * 3)
+    tokens, whole = PartitionSpec(None, "context"), PartitionSpec()
+    with jax.set_mesh(mesh):
+        region = jax.shard_map(
+            lambda x, shared: run(choice, {"pallas_tpu": Shapes}, "double", splits, x, shared),
+            in_specs=(tokens, whole), out_specs=tokens, axis_names={"context"}, check_vma=False,
+        )  # fmt: skip
+        doubled, summed = jax.jit(region)(x, shared)
+    assert np.array_equal(doubled, 2 * x) and np.array_equal(summed, x.sum(2))
+    assert set(seen) == {(1, 2, 1)}

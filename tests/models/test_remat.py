@@ -31,7 +31,7 @@ def test_policies_give_the_same_gradients_and_repeat_what_they_say():
         loss, params = loss_of(policy)
         gradients[policy] = jax.jit(jax.grad(loss))(params)
         jaxpr = str(jax.make_jaxpr(jax.grad(loss))(params))
-        products[policy] = len(re.findall(rf"f32\[[0-9]+,{BASE.mlp_width}\]\S* = dot_general", jaxpr))
+        products[policy] = len(re.findall(rf"f32\[[0-9,]+,{BASE.mlp_width}\]\S* = dot_general", jaxpr))
     for policy in ("dots", "block"):
         for one, other in zip(jax.tree.leaves(gradients["none"]), jax.tree.leaves(gradients[policy]), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(one).max())
