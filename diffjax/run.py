@@ -23,8 +23,9 @@ import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from diffjax.compile_cache import compile_cache
-from diffjax.config import Config, DistributedConfig, MeshConfig, dump_yaml, load_config, to_dict, validate
+from diffjax.config import Config, DistributedConfig, MeshConfig, dump_yaml, load_config, to_dict
 from diffjax.config_loading import flatten
+from diffjax.config_rules import validate
 from diffjax.data.batch import abstract_batch
 from diffjax.data.corpus import Corpus
 from diffjax.data.loader import TrainLoader, held_out_batches, held_out_indices

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from diffjax.config import _RANGES, Config, config_hash, dump_yaml, load_config, resume_diff, to_dict, validate
+from diffjax.config import Config, config_hash, dump_yaml, load_config, resume_diff, to_dict
 from diffjax.config_loading import edit_distance, flatten, leaf_fields
+from diffjax.config_rules import _RANGES, validate
 from diffjax.errors import UserError
 
 ROOT = Path(__file__).parent.parent

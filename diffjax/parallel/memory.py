@@ -41,8 +41,8 @@ def temporaries(config: Config, vocab_size: int, mesh_shape: dict[str, int], rem
 
     Counted: the sums of gradients and one microbatch's beside them (gradient_bytes each); what the forward pass keeps
     for the backward pass under the policy `remat`; what is alive at the worst moment, either one layer computed again
-    or the logits with their gradient; and tables that are gathered whole, with their gradient, where fsdp splits them.
-    Fusion, padding and the compiler's order of events are not modelled.
+    with the gradients of all that, or the logits with theirs; and tables that are gathered whole, with their gradient,
+    where fsdp splits them. Fusion, padding and the compiler's order of events are not modelled.
     """
     model, objective, length = config.model, config.objective, config.data.sequence_length
     width = jnp.dtype(model.dtype).itemsize
@@ -57,7 +57,7 @@ def temporaries(config: Config, vocab_size: int, mesh_shape: dict[str, int], rem
     whole = {kind: _kept_in_a_layer(config, kind, "none", width, tensor) for kind in "AM"}
     kinds = layer_kinds(model)
     saved = tokens * sum(kept[kind] for kind in kinds)
-    again = 0 if remat == "none" else tokens * max(whole[kind] for kind in kinds)
+    layer = tokens * max(whole[kind] for kind in kinds) * (1 if remat == "none" else 2)
 
     head_tokens = frontier + (length if objective.autoregressive > 0 else 0)
     chunk = config.kernels.cross_entropy_chunk
@@ -68,7 +68,7 @@ def temporaries(config: Config, vocab_size: int, mesh_shape: dict[str, int], rem
     parts = {
         "gradients": 2 * gradient_bytes,
         "kept_for_backward": saved,
-        "alive_at_once": max(again, logits + (0 if model.tie_embeddings else table)),
+        "alive_at_once": max(layer, logits + (0 if model.tie_embeddings else table)),
         "gathered_tables": table,
     }
     return {name: round(size) for name, size in parts.items()}

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from diffjax.config import Config, check_context
+from diffjax.config import Config
+from diffjax.config_rules import check_context
 from diffjax.data.batch import Batch
 from diffjax.errors import UserError
 from diffjax.parallel import mesh as mesh_lib

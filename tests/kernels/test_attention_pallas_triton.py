@@ -34,6 +34,23 @@ def test_K10_interpreted(name):
         cases.check(CASES[name](), "pallas_triton", dtype=np.float32, head_dim=32, **bars)
 
 
+@pytest.mark.parametrize("keys", [5, 70])
+def test_an_interval_may_end_behind_the_last_key(keys):
+    """What fills the last tile is no key; values and gradients are those of an interval that ends with the keys."""
+    rng = np.random.default_rng(keys)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, length, 2, 16)), jnp.float32) for length in (8, keys, keys))
+    lo = jnp.zeros((2, 8), jnp.int32)
+
+    def run(backend, end):
+        hi = jnp.full((2, 8), end, jnp.int32)
+        value, pullback = jax.vjp(lambda *args: block_attention(*args, lo, hi, backend=backend), q, k, v)
+        return value, *pullback(value)
+
+    with interpreted_kernels():
+        for one, other in zip(run("pallas_triton", keys + 50), run("xla", keys), strict=True):
+            np.testing.assert_allclose(one, other, rtol=5e-6, atol=5e-6)
+
+
 def lowered(dtype, *, batch, queries, keys, heads, key_heads, head_dim, size):
     mesh = AbstractMesh(
         (1,),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from diffjax.config import KernelsConfig, MambaConfig, MeshConfig, ModelConfig, ObjectiveConfig, check_context
+from diffjax.config import KernelsConfig, MambaConfig, MeshConfig, ModelConfig, ObjectiveConfig
+from diffjax.config_rules import check_context
 from diffjax.data.batch import Batch
 from diffjax.diffusion.corruption import draw
 from diffjax.diffusion.objectives import block_diffusion
