@@ -3,6 +3,7 @@
 import math
 
 from diffjax.parallel.chips import GIB
+from diffjax.parallel.memory import ESTIMATE_ERROR
 from diffjax.parallel.plan import Plan
 
 WIDTH = 100
@@ -31,6 +32,8 @@ def verdict(plan: Plan) -> str:
         return f"{plan.topology}: no limit is stated for this kind; needs {need} a device ({source})"
     if not plan.fits:
         return f"does NOT fit: needs {need}, has {plan.have / GIB:.2f} ({source})"
+    if not memory.compiled and plan.margin < ESTIMATE_ERROR * memory.need:
+        source = f"estimate; the compiled step may need {ESTIMATE_ERROR:.0%} more: --compile to be sure"
     return f"fits: needs {need}, has {plan.have / GIB:.2f}, margin {_gib(plan.margin)} ({source})"
 
 
@@ -50,8 +53,8 @@ def _memory(plan: Plan):
         known = name in plan.state_bytes or plan.memory.compiled
         yield _bytes(size), name.replace("_", " ") + ("" if known else "  (estimate)")
     if plan.memory.compiled:
-        stated = ", ".join(f"{name} {_bytes(size)}" for name, size in plan.state_bytes.items())
-        yield "", f"by shapes: {stated}"
+        for name, size in plan.state_bytes.items():
+            yield _bytes(size), f"  of the arguments: {name}, by shapes"
 
 
 def _policies(plan: Plan):

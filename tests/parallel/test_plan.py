@@ -126,6 +126,13 @@ def test_what_does_not_fit_exits_3_with_need_and_have(capsys):
     assert answer["fits"] is False and answer["margin"] < 0 and answer["exit_code"] == 3
 
 
+def test_an_estimate_that_barely_fits_says_so(capsys):
+    path = str(CONFIGS / "seed_3b_hybrid.yaml")
+    for rows, doubtful in ((4096, False), (5376, True)):
+        assert cli.main(["plan", path, f"training.batch_size={rows}"]) == 0
+        assert ("may need 30% more" in capsys.readouterr().out.splitlines()[-1]) is doubtful
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
